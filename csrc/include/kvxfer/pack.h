@@ -1,0 +1,34 @@
+#ifndef KVXFER_PACK_H_
+#define KVXFER_PACK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvxfer/copy_plan.h"
+#include "kvxfer/digest.h"
+
+namespace kvxfer {
+
+// Gathers wire bytes [begin, end) of the plan into `wire`, and returns their digest, computed in
+// the same pass. With `with_digest` false the result is Digest{}.
+Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
+            bool with_digest = true);
+
+// Scatters `wire` into wire bytes [begin, end) of the plan, and returns the digest of `wire`. The
+// caller compares it before it publishes the blocks.
+Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire, uint64_t seed,
+              bool with_digest = true);
+
+// Zeroes what plan.append_tail_runs() names.
+void zero_tail(const CopyPlan& plan);
+
+// The SIMD variants that this machine can run, best first ("avx512", "avx2", "neon", "scalar"), and
+// the one in use. KVXFER_SIMD forces one; naming one that cannot run throws Error(kInvalid).
+std::vector<std::string> simd_variants();
+std::string simd_variant();
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_PACK_H_
