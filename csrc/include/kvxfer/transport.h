@@ -55,6 +55,10 @@ class Link {
   // closing: on_closed() says so.
   virtual void send(std::span<const std::byte> message) = 0;
 
+  // True when the peer's writes land in our arena without on_incoming() being asked (shared memory,
+  // RDMA): then a granted slot is safe again only once the peer says so or on_closed() has come.
+  virtual bool one_sided() const { return false; }
+
   // The peer's arena, when it is mapped here, else empty. When it is mapped, pack writes into it and
   // the commit travels by send(); write() is then not used.
   virtual std::span<std::byte> mapped_arena() const { return {}; }
