@@ -1,0 +1,101 @@
+#include "base/thread_pool.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/thread.h"
+#include "base/unique_fd.h"
+
+namespace kvxfer {
+
+// Shared with the threads, so that a pool may be destroyed by one of its own tasks.
+struct ThreadPool::State {
+  std::mutex mutex;
+  std::condition_variable wanted;
+  std::deque<std::function<void()>> queue;  // guarded by mutex
+  size_t idle = 0;                          // guarded by mutex
+  bool stopping = false;                    // guarded by mutex
+  std::mutex join_mutex;
+  std::vector<std::unique_ptr<Thread>> threads;  // guarded by join_mutex
+  size_t size = 0;
+  const uint64_t generation = fork_generation();
+
+  // A forked child finds the mutex in whatever state the fork found it, so it touches nothing.
+  bool foreign() const { return generation != fork_generation(); }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    while (true) {
+      if (!queue.empty()) {
+        std::function<void()> task = std::move(queue.front());
+        queue.pop_front();
+        lock.unlock();
+        task();
+        task = nullptr;  // what it captured may need the lock to be destroyed
+        lock.lock();
+      } else if (stopping) {
+        return;
+      } else {
+        ++idle;
+        wanted.wait(lock);
+        --idle;
+      }
+    }
+  }
+};
+
+ThreadPool::ThreadPool(size_t threads, const std::string& name) : state_(std::make_shared<State>()) {
+  state_->size = std::max<size_t>(threads, 1);
+  try {
+    for (size_t i = 0; i < state_->size; ++i) {
+      state_->threads.push_back(std::make_unique<Thread>(
+          name + "-" + std::to_string(i), [state = state_] { state->run(); }));
+    }
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+ThreadPool::~ThreadPool() { stop(); }
+
+bool ThreadPool::submit(std::function<void()> task) {
+  State& state = *state_;
+  if (state.foreign()) return false;
+  bool notify = false;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (state.stopping) return false;
+    state.queue.push_back(std::move(task));
+    notify = state.idle > 0;
+  }
+  if (notify) state.wanted.notify_one();
+  return true;
+}
+
+size_t ThreadPool::size() const { return state_->size; }
+
+void ThreadPool::stop() {
+  const std::shared_ptr<State> state = state_;
+  if (state->foreign()) {
+    for (auto& thread : state->threads) thread->join();
+    return;
+  }
+  {
+    const std::lock_guard lock(state->mutex);
+    state->stopping = true;
+  }
+  state->wanted.notify_all();
+  std::vector<std::unique_ptr<Thread>> threads;
+  {
+    const std::lock_guard lock(state->join_mutex);
+    threads.swap(state->threads);
+  }
+  for (auto& thread : threads) thread->join();
+}
+
+}  // namespace kvxfer
