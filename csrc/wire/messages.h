@@ -1,0 +1,173 @@
+#ifndef KVXFER_WIRE_MESSAGES_H_
+#define KVXFER_WIRE_MESSAGES_H_
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvxfer/digest.h"
+#include "kvxfer/status.h"
+
+namespace kvxfer::wire {
+
+// History of the protocol. A peer of another version is refused at HELLO, by name.
+//   1  first
+constexpr uint16_t kProtocolVersion = 1;
+
+// First byte of every control message. Append, never renumber.
+enum class MessageType : uint8_t {
+  kHello = 1,
+  kLayout = 2,
+  kFetch = 3,
+  kAccept = 4,
+  kCommit = 5,
+  kRefused = 6,
+  kCredit = 7,
+  kDone = 8,
+  kCancel = 9,
+  kCancelled = 10,
+  kPing = 11,
+  kRenew = 12,
+  kBye = 13,
+};
+
+using Generation = std::array<std::byte, 16>;
+using Bytes = std::vector<std::byte>;
+
+constexpr uint32_t kMaxName = 1024;         // bytes of any name or id
+constexpr uint32_t kMaxText = 8192;         // bytes of a reason
+constexpr uint32_t kMaxLayers = 4096;
+constexpr uint32_t kMaxPlanes = 16;
+constexpr uint32_t kMaxSlots = 1u << 20;
+
+// Each message is encoded as its type byte and then its fields in the order written here, all
+// integers little-endian. decode() takes the bytes behind the type byte and throws
+// Error(kProtocol) on anything else than exactly one such message.
+
+// Both sides, first of all.
+struct Hello {
+  uint16_t version = kProtocolVersion;
+  uint64_t incarnation = 0;
+  std::string name;
+  uint32_t slot_bytes = 0;  // largest chunk that this side can stage
+
+  Bytes encode() const;
+  static Hello decode(std::span<const std::byte> body);
+};
+
+// Strides and place of one plane of one layer, relative to the lowest address of the cache.
+struct View {
+  uint64_t offset = 0;
+  int64_t block_stride = 0, head_stride = 0, token_stride = 0, content_stride = 0;
+};
+
+// Consumer -> producer, once per cache and link, before the first fetch into that cache.
+struct Layout {
+  struct Plane {
+    std::string name;
+    uint32_t content = 0;
+  };
+  uint32_t cache_id = 0;
+  std::string model;
+  uint8_t element = 0;
+  uint32_t num_blocks = 0, block_size = 0, num_heads = 0, first_head = 0;
+  std::vector<std::string> layers;
+  std::vector<Plane> planes;
+  std::vector<View> views;  // [layers][planes]
+
+  Bytes encode() const;
+  static Layout decode(std::span<const std::byte> body);
+};
+
+// Consumer -> producer.
+struct Fetch {
+  uint64_t fetch_id = 0;  // unique on this link
+  std::string offer_id;
+  Generation generation{};
+  uint32_t cache_id = 0;
+  std::vector<uint32_t> layers;  // indices into Layout::layers
+  uint32_t head_begin = 0, head_end = 0;
+  uint32_t token_begin = 0, token_end = 0;
+  uint32_t slot_in_block = 0;  // of token_begin in the consumer's first block
+  uint8_t codec = 0;           // 0: raw
+  uint8_t with_digest = 1;
+  uint32_t chunk_bytes = 0;      // most bytes of a chunk
+  std::vector<uint32_t> slots;   // first credits
+
+  Bytes encode() const;
+  static Fetch decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer: the fetch is being answered, in this wire order.
+struct Accept {
+  uint64_t fetch_id = 0;
+  std::array<uint8_t, 5> order{};
+  uint8_t chunks_per_layer = 0;  // 1: no chunk spans two layers
+  uint32_t num_chunks = 0;
+  uint64_t wire_bytes = 0;
+
+  Bytes encode() const;
+  static Accept decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer: chunk `chunk` is complete in slot `slot`. Travels as a message where the
+// arena is mapped, else as the notice of the write.
+struct Commit {
+  uint64_t fetch_id = 0;
+  uint32_t chunk = 0;
+  uint32_t slot = 0;
+  uint32_t bytes = 0;
+  Digest digest;
+
+  Bytes encode() const;
+  static Commit decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer: the fetch ends here, and nothing is written for it any more.
+struct Refused {
+  uint64_t fetch_id = 0;
+  StatusCode code = StatusCode::kInvalid;
+  std::string reason;
+
+  Bytes encode() const;
+  static Refused decode(std::span<const std::byte> body);
+};
+
+// Consumer -> producer: more slots for this fetch.
+struct Credit {
+  uint64_t fetch_id = 0;
+  std::vector<uint32_t> slots;
+
+  Bytes encode() const;
+  static Credit decode(std::span<const std::byte> body);
+};
+
+// DONE (consumer: everything arrived and was verified), CANCEL (consumer: stop) and CANCELLED
+// (producer: stopped, nothing is written for it any more) carry the fetch id alone.
+Bytes encode_fetch_id(MessageType type, uint64_t fetch_id);
+uint64_t decode_fetch_id(std::span<const std::byte> body);
+
+// Consumer -> producer: extend the lease of an offer that no fetch is running on yet.
+struct Renew {
+  std::string offer_id;
+  Generation generation{};
+
+  Bytes encode() const;
+  static Renew decode(std::span<const std::byte> body);
+};
+
+// Both ways. PING also renews the leases of all offers that its sender is fetching.
+Bytes encode_ping();
+
+// Both ways: the agent is closing in good order.
+Bytes encode_bye(const std::string& reason);
+std::string decode_bye(std::span<const std::byte> body);
+
+// Type of a message; throws Error(kProtocol) on an empty or unknown one.
+MessageType type_of(std::span<const std::byte> message);
+
+}  // namespace kvxfer::wire
+
+#endif  // KVXFER_WIRE_MESSAGES_H_
