@@ -1,0 +1,189 @@
+#ifndef KVXFER_AGENT_H_
+#define KVXFER_AGENT_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvxfer/copy_plan.h"
+#include "kvxfer/layout.h"
+#include "kvxfer/status.h"
+#include "kvxfer/transport.h"
+
+namespace kvxfer {
+
+struct AgentCore;   // internal
+struct OfferState;  // internal
+struct FetchState;  // internal
+
+using Generation = std::array<std::byte, 16>;  // unguessable; names one offer once and for all
+using CacheId = uint32_t;
+using PeerId = uint32_t;
+
+struct AgentOptions {
+  std::string name;
+  uint64_t incarnation = 0;  // new at each start
+  uint64_t arena_bytes = 128u << 20;
+  uint32_t slot_bytes = 1u << 20;  // largest chunk
+  uint32_t window = 8;             // most slots that one fetch holds per peer
+  uint32_t threads = 1;            // that pack and unpack
+  uint32_t bulk_threads = 2;       // that serve TCP data streams
+  uint32_t inline_bytes = 128u << 10;  // chunks up to this are packed without a change of thread
+  double heartbeat_interval = 1.0;     // seconds
+  double heartbeat_timeout = 5.0;      // seconds of silence after which a peer is lost
+  bool digest = true;
+  bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
+};
+
+// The blocks of one request, pinned until released. Thread-safe. Outlives its agent harmlessly.
+class Offer {
+ public:
+  explicit Offer(std::shared_ptr<OfferState> state) : state_(std::move(state)) {}
+
+  const std::string& id() const;
+  const Generation& generation() const;
+
+  // Says that a layer's KV is complete in the blocks. Throws Error(kInvalid) for an unknown layer.
+  void mark_ready(uint32_t layer);
+  void mark_all_ready();
+
+  // Ends the offer: fetches of it fail with kCancelled. The blocks are free once released() is true,
+  // which is at once unless a pack is just reading them.
+  void release();
+
+  // True when nobody reads the blocks any more and never will: the engine may reuse them.
+  bool released() const;
+  // Why it ended: kOk when all expected consumers were served. Meaningful once released().
+  Status outcome() const;
+  // Waits up to `seconds`; returns released().
+  bool wait(double seconds) const;
+  // Becomes readable when released; owned by the offer.
+  int event_fd();
+  const OfferState* key() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<OfferState> state_;
+};
+
+struct OfferSpec {
+  std::string id;
+  Generation generation{};
+  CacheId cache = 0;
+  BlockTable table;  // table.first_token is the first token on offer
+  uint32_t num_tokens = 0;
+  double lease = 30.0;      // seconds without a word from a consumer
+  uint32_t consumers = 1;   // fetches after which the offer has done its duty
+  bool ready = true;        // false: layers follow by mark_ready()
+};
+
+// Facts about a fetch, for people and metrics.
+struct FetchReport {
+  uint64_t bytes = 0;       // of KV delivered
+  double seconds = 0;       // from fetch() to the end
+  uint32_t chunks = 0;
+  std::string path;         // "staged"
+  std::string transport;    // of the peers, e.g. "shm"
+  std::string why;          // why this path and not a better one
+  std::string wire_order;   // outermost axis first, e.g. "LPTHN"
+  std::string link;         // Link::describe()
+  std::vector<std::string> peers;
+};
+
+// One fetch: ends by itself at its deadline at the latest. Thread-safe.
+class Fetch {
+ public:
+  explicit Fetch(std::shared_ptr<FetchState> state) : state_(std::move(state)) {}
+
+  bool done() const;
+  Status status() const;  // meaningful once done()
+  // Waits up to `seconds`; returns done().
+  bool wait(double seconds) const;
+  // Ends the fetch with kCancelled unless it is done. On return nothing writes into the caller's
+  // blocks any more; chunks that are still under way land in quarantined slots.
+  void cancel();
+  int event_fd();  // becomes readable when done; owned by the fetch
+  FetchReport report() const;
+  const FetchState* key() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<FetchState> state_;
+};
+
+// What of a fetch one peer answers. Layers index the consumer's cache; heads are global.
+struct FetchPart {
+  PeerId peer = 0;
+  std::vector<uint32_t> layers;
+  uint32_t head_begin = 0, head_end = 0;
+};
+
+struct FetchSpec {
+  std::string offer_id;
+  Generation generation{};
+  CacheId cache = 0;
+  BlockTable table;  // table.first_token is the first token wanted
+  uint32_t num_tokens = 0;
+  double timeout = 30.0;  // seconds
+  std::vector<FetchPart> parts;
+};
+
+// Counts of what an agent holds: everything returns to zero, or to capacity, when it is at rest.
+struct AgentStats {
+  uint64_t offers = 0, serving = 0, fetches = 0, peers = 0;
+  uint64_t slots = 0, free_slots = 0, quarantined_slots = 0;
+  uint64_t bytes_sent = 0, bytes_received = 0, digest_errors = 0;
+};
+
+// One endpoint of transfers. Thread-safe; every call but close() returns without waiting for peers.
+// In a forked child every call throws Error(kClosed), and destruction does nothing.
+class Agent {
+ public:
+  explicit Agent(const AgentOptions& options);  // throws Error
+  ~Agent();                                     // as close()
+  Agent(const Agent&) = delete;
+  Agent& operator=(const Agent&) = delete;
+
+  // The memory of a cache must stay valid until unregister_cache() has returned.
+  CacheId register_cache(const CacheLayout& layout);
+  // Throws Error(kInvalid) while offers or fetches use it.
+  void unregister_cache(CacheId cache);
+
+  Offer offer(const OfferSpec& spec);
+  Fetch fetch(const FetchSpec& spec);
+
+  // Extends the lease of an offer that is to be fetched later.
+  void renew(PeerId peer, const std::string& offer_id, const Generation& generation);
+
+  // A peer that is being connected: fetches for it wait until attach() or fail_peer().
+  PeerId add_peer(const std::string& name, uint64_t incarnation);
+  // Hands over an open link; `inbound` when the other side fetches over it. `why` is for reports.
+  void attach(PeerId peer, std::shared_ptr<Link> link, bool inbound, const std::string& why);
+  void fail_peer(PeerId peer, const Status& status);
+  bool peer_alive(PeerId peer) const;
+
+  IoThreads& io();
+  // The arena's memfd, created at the first call; owned by the agent. Peers of one host map it.
+  int arena_fd();
+  uint64_t arena_bytes() const;
+
+  // Becomes readable when poll() has something. From the first call on, ends are queued for poll().
+  int event_fd();
+  // Keys (Offer::key(), Fetch::key()) of what has ended since the last call.
+  std::vector<const void*> poll();
+
+  AgentStats stats() const;
+
+  // Fails what is open with kClosed, says goodbye to peers, joins the threads. Bounded: about a
+  // second at worst. Idempotent.
+  void close();
+
+ private:
+  std::unique_ptr<AgentCore> core_;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_AGENT_H_
