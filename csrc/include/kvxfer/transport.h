@@ -6,14 +6,20 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvxfer {
 
+class EventLoop;
 class Link;
 
-// What a link tells its owner. Calls come from the transport's threads, or from the thread inside
-// Link::write() / Link::send() only where said; never while a lock of the transport is held.
+constexpr size_t kMaxMessage = 4u << 20;  // a layout of 1000 layers is about 100 KiB
+constexpr size_t kMaxNotice = 64u << 10;
+constexpr uint64_t kMaxWrite = 1u << 30;  // chunks are far smaller; more is a peer out of step
+
+// What a link tells its owner. Calls come from the transport's threads, and from inside Link::write()
+// where said; never while a lock of the transport is held. They must not throw.
 class LinkSink {
  public:
   virtual ~LinkSink() = default;
@@ -24,21 +30,30 @@ class LinkSink {
   // The peer wants to write `size` bytes at `offset` of our arena. Returns where they go, or null to
   // have them read and thrown away (the grant is gone: this is the fence for late writes).
   // Not called by transports whose peers write without us (shm, RDMA): there the grant is the fence.
-  virtual std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size, std::span<const std::byte> notice) = 0;
+  // Memory that was returned is written to until on_landed() or on_closed().
+  virtual std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size,
+                                 std::span<const std::byte> notice) = 0;
 
   // All bytes of a write are in our arena. `notice` is what the writer attached. `accepted` repeats
-  // what on_incoming answered (true where that is not called). May be called from several threads
+  // whether on_incoming answered memory (true where that is not called). May be called from several threads
   // at once, each for another write; the callee may do the unpacking right there.
   virtual void on_landed(Link& link, std::span<const std::byte> notice, bool accepted) = 0;
 
   // The source of write(token) may be reused. `ok` false: the link is failing.
   virtual void on_written(Link& link, uint64_t token, bool ok) = 0;
 
-  // Last call of all. The peer can write into our memory no more. Exactly once, also after close().
+  // Exactly once, also after close(), on the control thread: the last call of all, but for what a
+  // later write() gets back from inside. The peer can write into our memory no more.
   virtual void on_closed(Link& link, const std::string& reason) = 0;
 };
 
 // One peer reached over one transport. Thread-safe. All calls return without waiting for the peer.
+// Neither start(), send() nor close() calls the sink from inside, so they may be called with a lock
+// held that the sink takes; write() may.
+//
+// Held by shared_ptr only, which may be dropped anywhere, also inside a call to the sink. Between
+// close(), or a peer's end, and on_closed() a link keeps itself alive. Dropping the last reference
+// to a started link without close() ends it and calls nobody.
 //
 // To add a transport: implement this, hand finished links to Agent::attach(), and run the suite in
 // tests/conformance over it. docs/adding_a_transport.md walks through it.
@@ -65,6 +80,8 @@ class Link {
 
   // Copies `source` to `offset` of the peer's arena; then the peer gets `notice` through
   // on_landed(). `source` stays untouched until on_written(token), which may be called from inside.
+  // Up to kMaxWrite and kMaxNotice bytes. On a link that is closing or whose peer's arena is mapped
+  // here, on_written(token, false) is called from inside, even when on_closed() has come already.
   virtual void write(std::span<const std::byte> source, uint64_t offset, std::span<const std::byte> notice,
                      uint64_t token) = 0;
 
@@ -76,7 +93,56 @@ class Link {
   virtual std::string describe() const = 0;
 };
 
-constexpr size_t kMaxMessage = 4u << 20;  // a layout of 1000 layers is about 100 KiB
+// The threads that all links of one agent share: "kvx-ctl" for control messages and timers, and
+// "kvx-io-<i>" for the streams that carry bulk data, made when first used. They sleep when idle.
+//
+// Outlives the links' on_closed(); links themselves may be dropped later. Thread-safe.
+class IoThreads {
+ public:
+  // `bulk`: how many data threads there may be, at least 1. Throws Error(kNoResources).
+  explicit IoThreads(size_t bulk);
+
+  // Stops and joins the threads.
+  ~IoThreads();
+
+  IoThreads(const IoThreads&) = delete;
+  IoThreads& operator=(const IoThreads&) = delete;
+
+  const std::shared_ptr<EventLoop>& control() const;
+  std::shared_ptr<EventLoop> bulk(size_t index);  // index is taken modulo the number of threads
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Links over descriptors that are connected already. They own the descriptors from the call on, also
+// when it throws Error(kInvalid) or Error(kNoResources).
+
+// One host. `control_fd` is a connected AF_UNIX stream socket. `arena_fd` is the memfd of the peer's
+// arena, of `arena_bytes` bytes, sealed against shrinking; -1 on the side whose peer has none.
+std::shared_ptr<Link> make_shm_link(IoThreads& threads, int control_fd, int arena_fd,
+                                    uint64_t arena_bytes);
+
+// Between hosts. One socket for control and at least one for data, all to the same peer.
+std::shared_ptr<Link> make_tcp_link(IoThreads& threads, int control_fd, std::vector<int> data_fds);
+
+// What goes wrong on a loopback link. Probabilities are 0 to 1 and apply to each message or write.
+struct LoopbackFaults {
+  double drop_message = 0;
+  double duplicate_message = 0;
+  double drop_write = 0;       // never lands; the writer is told that it was written
+  double duplicate_write = 0;  // lands twice, the second time perhaps after others
+  double reorder_write = 0;    // held back until the next one has landed
+  double corrupt_write = 0;    // one bit of the bytes that landed is flipped
+  uint32_t delay_us = 0;       // up to this long between write() and on_incoming()
+  uint64_t seed = 1;
+};
+
+// Both ends of a link within one process, for tests: what is written is copied, so a write is late
+// when the reader has given up on it. `a` and `b` may be the same.
+std::pair<std::shared_ptr<Link>, std::shared_ptr<Link>> make_loopback_pair(
+    IoThreads& a, IoThreads& b, const LoopbackFaults& faults = {});
 
 }  // namespace kvxfer
 
