@@ -1,0 +1,14 @@
+#ifndef KVXFER_BINDINGS_REGISTER_H_
+#define KVXFER_BINDINGS_REGISTER_H_
+
+#include <pybind11/pybind11.h>
+
+namespace kvxfer::bindings {
+
+// Each adds its classes and functions to the module; defined in the file of the same name. Called
+// once, in the order of module.cc, by the thread that imports kvxfer._core.
+void register_build_info(pybind11::module_& module);
+
+}  // namespace kvxfer::bindings
+
+#endif  // KVXFER_BINDINGS_REGISTER_H_

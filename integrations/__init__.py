@@ -1,0 +1,1 @@
+"""Adapters between kvxfer and serving engines; installed as kvxfer.integrations."""
