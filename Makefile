@@ -1,0 +1,70 @@
+# `make demo` and `make test` do everything that they need by themselves: see tools/system.sh for what
+# the system must have, tools/venv.sh for .venv, tools/build.sh for the build.
+
+PY := .venv/bin/python
+ARGS ?=
+CXX_FILES = $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'bindings/*.h' \
+  'bindings/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc' | sort -u)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test build build-tests lint-tools lint format types layers sanitize bench wheel clean
+
+help:  ## print the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build:  ## set up .venv, build the extension, install the package as editable
+	@tools/system.sh
+	@tools/venv.sh build numpy
+	@tools/build.sh release
+	@tools/editable.sh
+
+build-tests:
+	@tools/system.sh --tests
+	@tools/venv.sh build numpy test
+	@tools/build.sh release --tests
+	@tools/editable.sh
+
+demo: build  ## move a KV cache between two processes (ARGS="--json" passes options on)
+	@$(PY) -m kvxfer.demo $(ARGS)
+
+test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" goes to pytest)
+	@echo "==> C++ tests"
+	@build/release/kvxfer_tests --minimal
+	@echo "==> Python tests"
+	@$(PY) -m pytest tests $(ARGS)
+
+lint-tools: build
+	@tools/venv.sh lint
+
+lint: lint-tools  ## ruff, clang-format and codespell, without changing anything
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	@.venv/bin/codespell
+
+format: lint-tools  ## let ruff and clang-format put the files in order
+	@$(PY) -m ruff check --fix --exit-zero --quiet .
+	@$(PY) -m ruff format .
+	@.venv/bin/clang-format -i $(CXX_FILES)
+
+types: lint-tools  ## mypy --strict over kvxfer/ and integrations/
+	@$(PY) -m mypy
+
+layers: build  ## check who may include whom (docs/architecture.md)
+	@$(PY) tools/check_layers.py
+
+sanitize: build-tests  ## run the tests under ASan and UBSan, the C++ tests under TSan too
+	@tools/sanitize.sh $(ARGS)
+
+bench: build  ## run the transfer benchmark
+	@$(PY) benches/bench_transfer.py $(ARGS)
+
+wheel: build  ## build dist/*.whl and dist/*.tar.gz
+	@$(PY) -m pip install --quiet --disable-pip-version-check build
+	@$(PY) -m build
+
+clean:  ## remove build trees, .venv and caches
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks *.egg-info
+	rm -f kvxfer/_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
