@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# sanitize.sh: the C++ and Python tests under ASan and UBSan, then the C++ tests under TSan.
+# Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/common.sh
+source build/system.env
+root=$PWD
+
+"$CXX" --version | grep -qi clang && die "make sanitize knows g++'s sanitizers only: set CXX=g++-12"
+
+# runtime <library>: the compiler's own copy, which has to be loaded before anything else.
+runtime() {
+  local path
+  path=$("$CXX" -print-file-name="$1")
+  [[ $path == /* ]] || die "$CXX has no $1. Debian, Ubuntu: apt-get install libasan8 libubsan1 libtsan2"
+  echo "$path"
+}
+
+# Every process writes its report to a file: pytest's capture or a parent that does not look at its
+# child's exit status would hide it.
+reports=$root/build/asan/reports
+show_reports() {
+  local found=("$reports"/*)
+  [[ -e ${found[0]} ]] || return 0
+  cat "${found[@]}" >&2
+  die "${#found[@]} sanitizer report(s), in $reports"
+}
+
+tools/build.sh asan --tests
+rm -rf "$reports"
+mkdir -p "$reports"
+export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$reports/ubsan
+asan_options=strict_string_checks=1:detect_stack_use_after_return=1:handle_segv=2:log_path=$reports/asan
+
+say "C++ tests under ASan and UBSan"
+ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --minimal || { show_reports; exit 1; }
+
+# The sanitized extension stands beside links to the package's files.
+overlay=$root/build/asan/python
+find "$overlay/kvxfer" -type l -delete
+for entry in kvxfer/*; do
+  case ${entry##*/} in
+    _core*.so | __pycache__) ;;
+    *) ln -sfn "$root/$entry" "$overlay/$entry" ;;
+  esac
+done
+ln -sfn "$root/integrations" "$overlay/kvxfer/integrations"
+
+say "Python tests under ASan and UBSan"
+# From inside the overlay, for `python -m` puts the current directory before PYTHONPATH. CPython itself
+# leaks at its end, so leaks are looked for in the C++ tests only.
+(
+  cd "$overlay"
+  env LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)" \
+    ASAN_OPTIONS="$asan_options:detect_leaks=0" PYTHONPATH="$overlay" HYPOTHESIS_PROFILE=sanitize \
+    KVXFER_EXPECT_SANITIZE=address,undefined \
+    "$root/.venv/bin/python" -m pytest "$root/tests" -c "$root/pyproject.toml" --rootdir "$root" \
+    -p no:cacheprovider -m "not slow" "$@"
+) || { show_reports; exit 1; }
+show_reports
+
+tools/build.sh tsan
+say "C++ tests under TSan"
+# TSan of g++ 12 can't place its shadow memory where the kernel randomises addresses by 32 bits.
+fixed_addresses=()
+if setarch -R true 2>/dev/null; then fixed_addresses=(setarch -R); fi
+TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+  "${fixed_addresses[@]}" build/tsan/kvxfer_tests --minimal
