@@ -1,0 +1,69 @@
+"""kvxfer's benchmark: fetches, packing, latency and cost, beside memcpy, plain sockets and NIXL.
+
+See README.md for what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvbench import fetches, growth, host, hostlimits
+from kvbench.measure import Patience, Report
+from kvbench.native import Native
+from kvbench.settings import Measurement, Settings
+from kvbench.sides import why_missing
+
+MEASUREMENTS: dict[str, Measurement] = {
+    "fetch_shm": fetches.fetch_shm,
+    "fetch_tcp": fetches.fetch_tcp,
+    "fetch_latency_1block": fetches.fetch_latency_1block,
+    "digest": fetches.digest,
+    "growth": growth.growth,
+    "host": hostlimits.host,
+}
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 when kvxfer could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=sorted(MEASUREMENTS),
+        metavar="NAME",
+        help="only this measurement (may be repeated): " + ", ".join(MEASUREMENTS),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="64 MiB instead of 256, fewer repetitions; for a look, not for figures",
+    )
+    parser.add_argument(
+        "--pages",
+        choices=("thp", "4k"),
+        default="thp",
+        help="page size of the caches (default: thp, as numpy's)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long, in all, to wait for others on this machine to be quiet (default: 60)",
+    )
+    arguments = parser.parse_args()
+    Patience.left_s = arguments.patience
+
+    settings = Settings(Native(), arguments.pages, arguments.quick)
+    report = Report(arguments.json)
+    report.env({**host.stamp(), "pages": settings.pages, "quick": settings.quick})
+    chosen = arguments.only or list(MEASUREMENTS)
+    for name in chosen:
+        report.add(MEASUREMENTS[name](settings))
+    return 1 if why_missing() is not None and set(chosen) != {"host"} else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring kvxfer against memcpy, plain sockets and other transfer engines on one host."""

@@ -1,0 +1,254 @@
+"""Fetches between two processes: rates, latency, and what the digest costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from kvbench.baselines import ScatteredMemcpy, Sockets, best_streams, label
+from kvbench.measure import KIB, Result, alone, compare, interleave, missing
+from kvbench.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
+from kvbench.settings import Settings
+from kvbench.sides import Consumer, why_missing
+
+IDLE_SECONDS = 2.0
+PAIRS: tuple[tuple[str, Transport], ...] = (("shm", "posix"), ("tcp", "tcp"))
+MEMCPY = "memcpy, 1 thread, the same scattered runs"
+
+
+def fetch_shm(settings: Settings) -> Iterator[Result]:
+    """256 MiB in runs of 16 KiB over shared memory, beside memcpy and NIXL."""
+    yield from _fetch(
+        settings, "fetch_shm", "shm", 16 * KIB, "posix", memcpy_bar=">= 1.1", nixl_bar=">= 1.1"
+    )
+
+
+def fetch_tcp(settings: Settings) -> Iterator[Result]:
+    """256 MiB over loopback TCP, beside plain sockets and NIXL."""
+    streams = best_streams(settings.native, settings.nbytes, settings.pages)
+    for run_bytes in (16 * KIB, 4 * KIB, 64 * KIB):
+        name = "fetch_tcp" if run_bytes == 16 * KIB else f"fetch_tcp_{label(run_bytes)}"
+        yield from _fetch(
+            settings,
+            name,
+            "tcp",
+            run_bytes,
+            "tcp",
+            streams=streams,
+            sockets_bar=">= 0.85" if run_bytes == 16 * KIB else "",
+            nixl_bar=">= 1.0",
+        )
+
+
+def _fetch(
+    settings: Settings,
+    name: str,
+    transport: str,
+    run_bytes: int,
+    nixl_transport: Transport,
+    memcpy_bar: str = "",
+    nixl_bar: str = "",
+    streams: int = 0,
+    sockets_bar: str = "",
+) -> Iterator[Result]:
+    nbytes = settings.nbytes
+    runs = nbytes // run_bytes
+    nixl_name = f"nixl {nixl_transport}, no progress thread"
+    absent = why_missing()
+    if absent is not None:
+        yield missing(name, "GB/s", MEMCPY if transport == "shm" else "plain sockets", absent)
+        return
+    with ExitStack() as stack:
+        consumer = stack.enter_context(
+            Consumer(settings.native, transport, run_bytes, 2 * nbytes, settings.pages)
+        )
+        consumer.check(runs)
+        contenders = [consumer.contender(runs)]
+        if transport == "shm":
+            memcpy = ScatteredMemcpy(settings.native, nbytes, run_bytes, settings.pages)
+            contenders.append(memcpy.contender())
+        if streams:
+            sockets = stack.enter_context(Sockets(settings.native, nbytes, settings.pages, streams))
+            contenders.append(sockets.contender())
+        nixl = None
+        if settings.nixl_python is not None:
+            nixl = stack.enter_context(
+                NixlPair(settings.nixl_python, nixl_transport, 2 * nbytes, settings.pages)
+            )
+            key, operation = best_operation(nixl, run_bytes, runs)
+            contenders.append(nixl.contender(key))
+            nixl_name = f"{nixl.name}, {operation}"
+        measured = interleave(contenders, settings.repetitions)
+        consumer.check(runs)
+        cpu = {n: s.cpu_seconds_per_gb(nbytes) for n, s in measured.series.items()}
+        idle = {"kvxfer": consumer.idle_cores(IDLE_SECONDS)}
+        if nixl is not None:
+            nixl.check(key)
+            idle["nixl"] = nixl.idle_cores(IDLE_SECONDS)
+        ours = measured.series["kvxfer"].rates(nbytes)
+        common = {"bytes": nbytes, "run_bytes": run_bytes, "foreign_cores": measured.foreign_cores}
+        if transport == "shm":
+            yield compare(
+                name,
+                ours,
+                "GB/s",
+                MEMCPY,
+                measured.series["scattered"].rates(nbytes),
+                memcpy_bar,
+                **common,
+                **consumer.report(runs),
+            )
+        if streams:
+            label_ = contenders[1].name
+            yield compare(
+                name,
+                ours,
+                "GB/s",
+                f"plain {label_}",
+                measured.series[label_].rates(nbytes),
+                sockets_bar,
+                **common,
+                **consumer.report(runs),
+            )
+        if nixl is None:
+            yield alone(
+                name, ours, "GB/s", HOW_TO_INSTALL, **common, cpu_s_per_gb=cpu, idle_cores=idle
+            )
+            return
+        yield compare(
+            name,
+            ours,
+            "GB/s",
+            nixl_name,
+            measured.series["nixl"].rates(nbytes),
+            nixl_bar,
+            **common,
+            cpu_s_per_gb=cpu,
+            idle_cores=idle,
+        )
+
+
+def best_operation(
+    pair: NixlPair, run_bytes: int, runs: int, repetitions: int = 5
+) -> tuple[str, Operation]:
+    """The key of NIXL's faster way to move these runs: it depends on transport and machine."""
+    keys = {pair.prepare(run_bytes, runs, operation): operation for operation in OPERATIONS}
+    tried = interleave([pair.contender(key, key) for key in keys], repetitions)
+    best = min(keys, key=lambda key: statistics.median(tried.series[key].seconds))
+    return best, keys[best]
+
+
+def digest(settings: Settings) -> Iterator[Result]:
+    """What the digest costs, as a share of the time of a fetch."""
+    absent = why_missing()
+    for transport in ("shm", "tcp"):
+        name, base = f"digest_{transport}", "the same fetch without digest"
+        if absent is not None:
+            yield missing(name, "share", base, absent)
+            continue
+        run_bytes, nbytes = 16 * KIB, settings.nbytes
+        runs = nbytes // run_bytes
+        with (
+            Consumer(settings.native, transport, run_bytes, 2 * nbytes, settings.pages) as on,
+            Consumer(
+                settings.native, transport, run_bytes, 2 * nbytes, settings.pages, digest=False
+            ) as off,
+        ):
+            on.check(runs)
+            off.check(runs)
+            measured = interleave(
+                [on.contender(runs, "on"), off.contender(runs, "off")], settings.repetitions
+            )
+            on.check(runs)
+        with_, without = measured.series["on"].seconds, measured.series["off"].seconds
+        shares = [1 - b / a for a, b in zip(with_, without, strict=True)]
+        share = statistics.median(shares)
+        yield Result(
+            name,
+            share,
+            "share",
+            base,
+            share,
+            statistics.median(without) * 1e3,
+            len(shares),
+            min(shares),
+            max(shares),
+            "<= 0.15",
+            {
+                "fetch_ms": round(statistics.median(with_) * 1e3, 3),
+                "without_ms": round(statistics.median(without) * 1e3, 3),
+                "foreign_cores": measured.foreign_cores,
+            },
+        )
+
+
+def fetch_latency_1block(settings: Settings) -> Iterator[Result]:
+    """One block of 64 KiB: median and p99, in turns of fifty with NIXL."""
+    batch, turns = 50, 10 if settings.quick else 60
+    run_bytes = 64 * KIB
+    pool_bytes = 64 << 20
+    absent = why_missing()
+    for transport, nixl_transport in PAIRS:
+        name = f"fetch_latency_1block_{transport}"
+        if absent is not None:
+            yield missing(name, "us", f"nixl {nixl_transport}, no progress thread", absent)
+            continue
+        with ExitStack() as stack:
+            consumer = stack.enter_context(
+                Consumer(settings.native, transport, run_bytes, pool_bytes, settings.pages)
+            )
+            consumer.check(1)
+            ours: list[list[float]] = []
+            contenders = [consumer.batch_contender(1, batch, ours)]
+            theirs: dict[Operation, list[list[float]]] = {}
+            if settings.nixl_python is not None:
+                pair = stack.enter_context(
+                    NixlPair(settings.nixl_python, nixl_transport, pool_bytes, settings.pages)
+                )
+                for operation in OPERATIONS:
+                    theirs[operation] = []
+                    key = pair.prepare(run_bytes, 1, operation)
+                    contenders.append(pair.batch_contender(key, batch, theirs[operation]))
+            interleave(contenders, turns)
+            consumer.check(1)
+        yield from _latency_results(
+            name, f"nixl {nixl_transport}, no progress thread", ours, theirs
+        )
+
+
+def _latency_results(
+    name: str, nixl_name: str, ours: list[list[float]], theirs: dict[Operation, list[list[float]]]
+) -> Iterator[Result]:
+    mine = sorted(x * 1e6 for batch in ours for x in batch)
+    for operation, batches in theirs.items():
+        other = sorted(x * 1e6 for batch in batches for x in batch)
+        for q, of in (("", 0.5), ("_p99", 0.99)):
+            yield Result(
+                name + q,
+                _quantile(mine, of),
+                "us",
+                f"{nixl_name}, {operation}",
+                _quantile(mine, of) / _quantile(other, of),
+                _quantile(other, of),
+                len(mine),
+                mine[0],
+                mine[-1],
+            )
+    if not theirs:
+        for q, of in (("", 0.5), ("_p99", 0.99)):
+            yield Result(
+                name + q,
+                _quantile(mine, of),
+                "us",
+                HOW_TO_INSTALL,
+                None,
+                None,
+                len(mine),
+                mine[0],
+                mine[-1],
+            )
+
+
+def _quantile(ordered: list[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
