@@ -146,9 +146,11 @@ Bytes Accept::encode() const {
   ByteWriter out = begin(MessageType::kAccept);
   out.put(fetch_id);
   for (uint8_t axis : order) out.put(axis);
-  out.put(chunks_per_layer);
+  out.put(per_layer);
   out.put(num_chunks);
   out.put(wire_bytes);
+  out.put(producer_block_size);
+  out.put(producer_slot);
   return out.take();
 }
 
@@ -164,9 +166,15 @@ Accept Accept::decode(std::span<const std::byte> body) {
     }
     seen |= 1u << axis;
   }
-  m.chunks_per_layer = in.get<uint8_t>();
+  m.per_layer = in.get<uint8_t>();
   m.num_chunks = in.get<uint32_t>();
   m.wire_bytes = in.get<uint64_t>();
+  m.producer_block_size = in.get<uint32_t>();
+  m.producer_slot = in.get<uint32_t>();
+  if (m.producer_slot >= m.producer_block_size) {
+    throw Error(StatusCode::kProtocol, "ACCEPT names slot " + std::to_string(m.producer_slot) + " of a block of " +
+                                           std::to_string(m.producer_block_size));
+  }
   in.expect_end();
   return m;
 }

@@ -104,9 +104,11 @@ struct Fetch {
 struct Accept {
   uint64_t fetch_id = 0;
   std::array<uint8_t, 5> order{};
-  uint8_t chunks_per_layer = 0;  // 1: no chunk spans two layers
+  uint8_t per_layer = 0;  // 1: no chunk spans two layers
   uint32_t num_chunks = 0;
   uint64_t wire_bytes = 0;
+  uint32_t producer_block_size = 0;
+  uint32_t producer_slot = 0;  // of token_begin in the producer's block
 
   Bytes encode() const;
   static Accept decode(std::span<const std::byte> body);

@@ -34,7 +34,7 @@ struct AgentOptions {
   uint32_t bulk_threads = 2;       // that serve TCP data streams
   uint32_t inline_bytes = 128u << 10;  // chunks up to this are packed without a change of thread
   double heartbeat_interval = 1.0;     // seconds
-  double heartbeat_timeout = 5.0;      // seconds of silence after which a peer is lost
+  double heartbeat_timeout = 10.0;     // seconds of silence after which a peer is lost
   bool digest = true;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
 };
@@ -63,7 +63,7 @@ class Offer {
   bool wait(double seconds) const;
   // Becomes readable when released; owned by the offer.
   int event_fd();
-  const OfferState* key() const { return state_.get(); }
+  uint64_t handle() const;  // what Agent::poll() returns
 
  private:
   std::shared_ptr<OfferState> state_;
@@ -107,7 +107,7 @@ class Fetch {
   void cancel();
   int event_fd();  // becomes readable when done; owned by the fetch
   FetchReport report() const;
-  const FetchState* key() const { return state_.get(); }
+  uint64_t handle() const;  // what Agent::poll() returns
 
  private:
   std::shared_ptr<FetchState> state_;
@@ -158,9 +158,11 @@ class Agent {
   void renew(PeerId peer, const std::string& offer_id, const Generation& generation);
 
   // A peer that is being connected: fetches for it wait until attach() or fail_peer().
-  PeerId add_peer(const std::string& name, uint64_t incarnation);
-  // Hands over an open link; `inbound` when the other side fetches over it. `why` is for reports.
-  void attach(PeerId peer, std::shared_ptr<Link> link, bool inbound, const std::string& why);
+  PeerId add_peer(const std::string& name);
+  // Hands over an open link to that incarnation of the peer; `inbound` when the other side fetches
+  // over it. `why` is for reports.
+  void attach(PeerId peer, std::shared_ptr<Link> link, uint64_t incarnation, bool inbound,
+              const std::string& why);
   void fail_peer(PeerId peer, const Status& status);
   bool peer_alive(PeerId peer) const;
 
@@ -171,8 +173,8 @@ class Agent {
 
   // Becomes readable when poll() has something. From the first call on, ends are queued for poll().
   int event_fd();
-  // Keys (Offer::key(), Fetch::key()) of what has ended since the last call.
-  std::vector<const void*> poll();
+  // Handles of the offers and fetches that have ended since the last call.
+  std::vector<uint64_t> poll();
 
   AgentStats stats() const;
 
@@ -181,7 +183,7 @@ class Agent {
   void close();
 
  private:
-  std::unique_ptr<AgentCore> core_;
+  std::shared_ptr<AgentCore> core_;
 };
 
 }  // namespace kvxfer

@@ -1,0 +1,126 @@
+#include "kvxfer/agent.h"
+
+#include "base/event_loop.h"
+#include "engine/core.h"
+
+namespace kvxfer {
+
+Agent::Agent(const AgentOptions& options) : core_(std::make_shared<AgentCore>(options)) {
+  AgentCore& core = *core_;
+  core.io->control()->set_tick([&core] {
+    Guard guard(core);
+    core.timers.run_due(Clock::now());
+    return core.sleeping_until = core.timers.next();
+  });
+}
+
+Agent::~Agent() { close(); }
+
+CacheId Agent::register_cache(const CacheLayout& layout) {
+  layout.validate();
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  auto cache = std::make_shared<Cache>();
+  cache->id = core.next_cache++;
+  cache->layout = layout;
+  for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
+  core.caches[cache->id] = cache;
+  return cache->id;
+}
+
+void Agent::unregister_cache(CacheId id) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  const auto found = core.caches.find(id);
+  if (found == core.caches.end()) throw Error(StatusCode::kInvalid, "the cache is not registered with this agent");
+  if (found->second->users > 0) {
+    throw Error(StatusCode::kInvalid, "the cache is in use by " + std::to_string(found->second->users) +
+                                          " offers and fetches: release or cancel them, wait until they have ended, "
+                                          "then unregister it");
+  }
+  core.caches.erase(found);
+}
+
+IoThreads& Agent::io() {
+  core_->check_fork();
+  core_->check_open();
+  return *core_->io;
+}
+
+int Agent::arena_fd() {
+  core_->check_fork();
+  Guard guard(*core_);
+  core_->check_open();
+  ensure_arena(*core_);
+  return core_->arena->fd();
+}
+
+uint64_t Agent::arena_bytes() const {
+  core_->check_fork();
+  Guard guard(*core_);
+  return core_->arena ? core_->arena->bytes() : 0;
+}
+
+int Agent::event_fd() {
+  core_->check_fork();
+  Guard guard(*core_);
+  return core_->events.fd();
+}
+
+std::vector<uint64_t> Agent::poll() {
+  core_->check_fork();
+  Guard guard(*core_);
+  return core_->events.drain();
+}
+
+AgentStats Agent::stats() const {
+  const AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(*core_);
+  AgentStats stats = core.counters;
+  stats.offers = core.offers.size();
+  stats.fetches = core.fetches.size();
+  stats.peers = core.peers.size();
+  for (const auto& [id, peer] : core.peers) stats.serving += peer->serves.size();
+  if (core.arena) {
+    stats.slots = core.arena->num_slots();
+    stats.free_slots = core.arena->num_free();
+  }
+  for (const SlotInfo& slot : core.slots) stats.quarantined_slots += slot.state == SlotInfo::kQuarantined;
+  return stats;
+}
+
+void Agent::close() {
+  AgentCore& core = *core_;
+  if (core.fork_generation != fork_generation()) return;
+  {
+    Guard guard(core);
+    if (core.closed) return;
+    core.closed = true;
+    const Status closing{StatusCode::kClosed, "agent '" + core.options.name + "' was closed"};
+    const auto offers = core.offers;
+    for (const auto& [generation, offer] : offers) end_offer(core, offer, closing);
+    const auto fetches = core.fetches;
+    for (const auto& [handle, fetch] : fetches) fail_fetch(core, fetch, closing);
+    const auto peers = core.peers;
+    for (const auto& [id, peer] : peers) {
+      if (peer->link && peer->state != Peer::kClosing) peer->link->send(wire::encode_bye(closing.message));
+      drop_peer(core, peer, closing);
+      if (!peer->link) core.peers.erase(id);
+    }
+    // A peer that is stopped never lets go; it is not waited for longer than this.
+    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(500), [&] { return core.peers.empty(); });
+    clear_timer(core, core.heartbeat);
+  }
+  core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
+  core.io->control()->set_tick(nullptr);
+  core.io.reset();
+  core.peers.clear();
+  core.hungry.clear();
+  core.serve_queue.clear();
+}
+
+}  // namespace kvxfer

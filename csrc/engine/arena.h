@@ -1,0 +1,45 @@
+#ifndef KVXFER_ENGINE_ARENA_H_
+#define KVXFER_ENGINE_ARENA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/unique_fd.h"
+
+namespace kvxfer {
+
+// The staging arena: a memfd that peers of this host may map, cut into slots of equal size, which
+// are handed out most-recently-freed first, so that what is written next is still in cache.
+// Not thread-safe: guarded by the agent's mutex. Slot memory itself is written without it.
+class Arena {
+ public:
+  // `lock` pins the memory with mlock(). Throws Error(kNoResources) saying which limit was met.
+  Arena(uint64_t bytes, uint32_t slot_bytes, bool lock);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  int fd() const { return fd_.get(); }
+  uint64_t bytes() const { return bytes_; }
+  uint32_t slot_bytes() const { return slot_bytes_; }
+  uint32_t num_slots() const { return num_slots_; }
+  uint32_t num_free() const { return static_cast<uint32_t>(free_.size()); }
+  std::byte* slot(uint32_t index) const { return base_ + static_cast<uint64_t>(index) * slot_bytes_; }
+
+  std::optional<uint32_t> take();
+  void give_back(uint32_t slot) { free_.push_back(slot); }
+
+ private:
+  UniqueFd fd_;
+  uint64_t bytes_;
+  uint32_t slot_bytes_;
+  uint32_t num_slots_;
+  std::byte* base_ = nullptr;
+  std::vector<uint32_t> free_;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_ENGINE_ARENA_H_

@@ -1,0 +1,524 @@
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "engine/core.h"
+#include "kvxfer/pack.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr uint32_t kMinChunk = 128u << 10;  // smaller ones cost more in messages than they win
+
+// Smaller chunks for small fetches, so that packing and unpacking overlap there too.
+uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
+  const uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
+  const uint64_t share = (part.wire_bytes / core.options.window + 4095) / 4096 * 4096;
+  return static_cast<uint32_t>(std::min(most, std::max<uint64_t>(kMinChunk, share)));
+}
+
+uint64_t part_bytes(const FetchState& fetch, const FetchPart& part) {
+  uint64_t row_elements = 0;
+  for (const PlaneSpec& plane : fetch.cache->layout.planes) row_elements += plane.content;
+  return part.layers.size() * uint64_t{part.head_end - part.head_begin} * fetch.spec.num_tokens * row_elements *
+         element_bytes(fetch.cache->layout.element);
+}
+
+void free_slot(AgentCore& core, uint32_t slot) {
+  core.slots[slot] = {};
+  core.arena->give_back(slot);
+}
+
+void announce(Peer& peer, const Cache& cache) {
+  if (!peer.announced.insert(cache.id).second) return;
+  const CacheLayout& layout = cache.layout;
+  const auto lowest = std::min_element(layout.views.begin(), layout.views.end(),
+                                       [](const PlaneView& a, const PlaneView& b) { return a.data < b.data; });
+  wire::Layout message;
+  message.cache_id = cache.id;
+  message.model = layout.model;
+  message.element = static_cast<uint8_t>(layout.element);
+  message.num_blocks = layout.num_blocks;
+  message.block_size = layout.block_size;
+  message.num_heads = layout.num_heads;
+  message.first_head = layout.first_head;
+  message.layers = layout.layers;
+  for (const PlaneSpec& plane : layout.planes) message.planes.push_back({plane.name, plane.content});
+  for (const PlaneView& view : layout.views) {
+    message.views.push_back({static_cast<uint64_t>(view.data - lowest->data), view.block_stride, view.head_stride,
+                             view.token_stride, view.content_stride});
+  }
+  peer.link->send(message.encode());
+}
+
+void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots) {
+  announce(*part.peer, *part.fetch->cache);
+  const FetchSpec& spec = part.fetch->spec;
+  wire::Fetch message;
+  message.fetch_id = part.id;
+  message.offer_id = spec.offer_id;
+  message.generation = spec.generation;
+  message.cache_id = part.fetch->cache->id;
+  message.layers = part.spec.layers;
+  message.head_begin = part.spec.head_begin;
+  message.head_end = part.spec.head_end;
+  message.token_begin = spec.table.first_token;
+  message.token_end = spec.table.first_token + spec.num_tokens;
+  message.slot_in_block = spec.table.first_slot;
+  message.with_digest = core.options.digest;
+  message.chunk_bytes = part.chunk_bytes;
+  message.slots = slots;
+  part.sent = true;
+  part.peer->link->send(message.encode());
+}
+
+void feed(AgentCore& core, const std::shared_ptr<Part>& part) {
+  const bool wants = !part->done && !part->fetch->ending && part->slots_wanted > 0 &&
+                     part->slots.size() < core.options.window && part->peer->state == Peer::kReady;
+  if (!wants || part->hungry) return;
+  part->hungry = true;
+  core.hungry.push_back(part);
+}
+
+void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot) {
+  std::erase(part->slots, slot);
+  free_slot(core, slot);
+  feed(core, part);
+}
+
+// Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
+void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
+  std::erase_if(part.slots, [&](uint32_t slot) {
+    if (core.slots[slot].state != SlotInfo::kGranted) return false;
+    if (exposed) {
+      core.slots[slot].state = SlotInfo::kQuarantined;
+    } else {
+      free_slot(core, slot);
+    }
+    return true;
+  });
+}
+
+void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
+  fetch->done = true;
+  fetch->ended = Clock::now();
+  clear_timer(core, fetch->timer);
+  --fetch->cache->users;
+  core.fetches.erase(fetch->handle);
+  fetch->parts.clear();  // they point back here
+  fetch->changed.notify_all();
+  signal_event(fetch->event);
+  core.events.push(fetch->handle);
+}
+
+void complete_part(AgentCore& core, const std::shared_ptr<Part>& part) {
+  const auto fetch = part->fetch;
+  part->done = true;
+  part->peer->link->send(wire::encode_fetch_id(wire::MessageType::kDone, part->id));
+  part->peer->parts.erase(part->id);
+  reclaim_granted(core, *part, /*exposed=*/false);  // what the producer did not need
+  if (--fetch->parts_left == 0) {
+    fetch->ending = true;
+    complete(core, fetch);
+  }
+}
+
+// How far a fetch got, for the message of a time-out.
+std::string progress(const FetchState& fetch) {
+  for (const auto& part : fetch.parts) {
+    if (part->done) continue;
+    const std::string who = "'" + part->peer->name + "'";
+    if (part->peer->state == Peer::kConnecting) return "still connecting to " + who;
+    if (part->peer->state == Peer::kGreeting) return "connected to " + who + ", which has not said HELLO yet";
+    if (!part->sent) return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less at once)";
+    if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
+    const auto chunks = part->bounds.size() - 1;
+    return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) + " chunks arrived from " + who;
+  }
+  return "all parts arrived";
+}
+
+struct Landing {
+  std::shared_ptr<Part> part;
+  wire::Commit commit;
+};
+
+// Checks a commit against what was granted. Null: the fetch is over, drop it.
+std::shared_ptr<Part> match_commit(AgentCore& core, Peer& peer, const wire::Commit& commit, SlotInfo::State expected) {
+  const auto found = peer.parts.find(commit.fetch_id);
+  if (found == peer.parts.end()) return nullptr;
+  const auto& part = found->second;
+  const bool fits = part->accepted && commit.chunk + 1 < part->bounds.size() && !part->arrived[commit.chunk] &&
+                    commit.bytes == part->bounds[commit.chunk + 1] - part->bounds[commit.chunk] &&
+                    commit.slot < core.slots.size() && core.slots[commit.slot].state == expected &&
+                    core.slots[commit.slot].peer == peer.id && core.slots[commit.slot].fetch_id == commit.fetch_id;
+  if (!fits) {
+    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " into slot " +
+                                           std::to_string(commit.slot) + " does not match what was granted");
+  }
+  return part;
+}
+
+void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
+  const auto fetch = part->fetch;
+  const uint64_t begin = part->bounds[commit.chunk], end = part->bounds[commit.chunk + 1];
+  const Digest found = unpack(*part->plan, begin, end, core.arena->slot(commit.slot),
+                              chunk_seed(fetch->spec.generation, begin), core.options.digest);
+  Guard guard(core);
+  --fetch->unpacking;
+  return_slot(core, part, commit.slot);
+  if (fetch->ending) {
+    complete(core, fetch);
+  } else if (core.options.digest && found != commit.digest) {
+    ++core.counters.digest_errors;
+    fail_fetch(core, fetch,
+               {StatusCode::kCorrupt, "chunk " + std::to_string(commit.chunk) + " (" + std::to_string(end - begin) +
+                                          " bytes) of offer '" + fetch->spec.offer_id + "' from '" + part->peer->name +
+                                          "' over " + part->peer->link->transport() +
+                                          " does not match its digest: the blocks must not be used; fetch again"});
+  } else {
+    core.counters.bytes_received += end - begin;
+    fetch->report.bytes += end - begin;
+    ++fetch->report.chunks;
+    if (--part->chunks_left == 0) complete_part(core, part);
+  }
+  grant_slots(core);
+}
+
+}  // namespace
+
+void ensure_arena(AgentCore& core) {
+  if (core.arena) return;
+  core.arena = std::make_unique<Arena>(core.options.arena_bytes, core.options.slot_bytes, core.options.lock_arena);
+  core.slots.resize(core.arena->num_slots());
+}
+
+void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
+  Peer& peer = *part->peer;
+  part->id = peer.next_fetch_id++;
+  peer.parts[part->id] = part;
+  part->chunk_bytes = pick_chunk_bytes(core, *part);
+  part->slots_wanted = static_cast<uint32_t>((part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes);
+  FetchReport& report = part->fetch->report;
+  report.transport = peer.link->transport();
+  report.link = peer.link->describe();
+  report.why = peer.why;
+  feed(core, part);
+}
+
+void grant_slots(AgentCore& core) {
+  std::vector<std::pair<std::shared_ptr<Part>, std::vector<uint32_t>>> grants;
+  while (!core.hungry.empty() && core.arena->num_free() > 0) {
+    const auto part = core.hungry.front();
+    core.hungry.pop_front();
+    part->hungry = false;
+    if (part->done || part->fetch->ending || part->slots_wanted == 0) continue;
+    const uint32_t slot = *core.arena->take();
+    core.slots[slot] = {SlotInfo::kGranted, part->peer->id, part->id};
+    part->slots.push_back(slot);
+    --part->slots_wanted;
+    const auto known = std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
+    if (known == grants.end()) {
+      grants.emplace_back(part, std::vector<uint32_t>{slot});
+    } else {
+      known->second.push_back(slot);
+    }
+    feed(core, part);
+  }
+  for (const auto& [part, slots] : grants) {
+    if (!part->sent) {
+      send_fetch(core, *part, slots);
+    } else {
+      part->peer->link->send(wire::Credit{part->id, slots}.encode());
+    }
+  }
+}
+
+void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
+  const auto found = peer.parts.find(accept.fetch_id);
+  if (found == peer.parts.end()) return;
+  const auto part = found->second;
+  const FetchState& fetch = *part->fetch;
+  if (part->accepted) throw Error(StatusCode::kProtocol, "ACCEPT came twice");
+  const CacheLayout& layout = fetch.cache->layout;
+  const uint32_t token_begin = fetch.spec.table.first_token, token_end = token_begin + fetch.spec.num_tokens;
+  std::vector<uint32_t> planes(layout.planes.size());
+  for (uint32_t i = 0; i < planes.size(); ++i) planes[i] = i;
+  WireOrder order;
+  std::string letters;
+  for (size_t i = 0; i < order.size(); ++i) {
+    order[i] = static_cast<Axis>(accept.order[i]);
+    letters += "LPTHN"[accept.order[i]];
+  }
+  part->plan.emplace(layout, fetch.spec.table,
+                     Slice{part->spec.layers, part->spec.head_begin, part->spec.head_end, token_begin, token_end},
+                     tile_ends(token_begin, token_end, accept.producer_block_size, accept.producer_slot,
+                               layout.block_size, fetch.spec.table.first_slot),
+                     order, planes);
+  part->bounds = chunk_bounds(*part->plan, static_cast<uint32_t>(part->spec.layers.size()), part->chunk_bytes,
+                              accept.per_layer != 0);
+  const auto chunks = static_cast<uint32_t>(part->bounds.size() - 1);
+  if (accept.num_chunks != chunks || accept.wire_bytes != part->plan->wire_bytes()) {
+    fail_fetch(core, part->fetch,
+               {StatusCode::kMismatch, "'" + peer.name + "' means to send " + std::to_string(accept.wire_bytes) +
+                                           " bytes in " + std::to_string(accept.num_chunks) +
+                                           " chunks, this side expects " + std::to_string(part->plan->wire_bytes()) +
+                                           " in " + std::to_string(chunks)});
+    return;
+  }
+  const auto granted = static_cast<uint32_t>(part->slots.size());
+  part->arrived.assign(chunks, false);
+  part->chunks_left = chunks;
+  part->slots_wanted = chunks > granted ? chunks - granted : 0;
+  part->accepted = true;
+  part->fetch->report.wire_order = letters;
+  // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
+  // an old NaN there.
+  const uint32_t used = (fetch.spec.table.first_slot + fetch.spec.num_tokens) % layout.block_size;
+  if (used > 0) {
+    ++part->fetch->unpacking;
+    run_job(core, (layout.block_size - used) * (part->wire_bytes / fetch.spec.num_tokens), [&core, part] {
+      zero_tail(*part->plan);
+      Guard guard(core);
+      --part->fetch->unpacking;
+      complete(core, part->fetch);
+    });
+  }
+  feed(core, part);
+  grant_slots(core);
+}
+
+void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused) {
+  free_quarantined(core, peer, refused.fetch_id);
+  const auto found = peer.parts.find(refused.fetch_id);
+  if (found == peer.parts.end()) return;
+  const auto part = found->second;
+  part->sent = false;  // nothing is under way for it any more: neither CANCEL nor quarantine
+  fail_fetch(core, part->fetch, {refused.code, "'" + peer.name + "' refused: " + refused.reason});
+}
+
+void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status) {
+  if (fetch->ending) return;
+  fetch->ending = true;
+  fetch->status = std::move(status);
+  for (const auto& part : fetch->parts) {
+    if (part->done) continue;
+    part->done = true;
+    Peer& peer = *part->peer;
+    const bool told = part->sent && peer.state == Peer::kReady;
+    if (told) peer.link->send(wire::encode_fetch_id(wire::MessageType::kCancel, part->id));
+    // A peer that writes without asking us may still do so until it acknowledges or is gone.
+    reclaim_granted(core, *part, part->sent && peer.link && peer.link->one_sided());
+    peer.parts.erase(part->id);
+  }
+  complete(core, fetch);
+  if (core.arena) grant_slots(core);
+}
+
+void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id) {
+  bool freed = false;
+  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+    const SlotInfo& info = core.slots[slot];
+    if (info.state != SlotInfo::kQuarantined || info.peer != peer.id || info.fetch_id != fetch_id) continue;
+    free_slot(core, slot);
+    freed = true;
+  }
+  if (freed) grant_slots(core);
+}
+
+void free_slots_of(AgentCore& core, PeerId peer) {
+  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+    const SlotInfo& info = core.slots[slot];
+    if (info.peer != peer || info.state == SlotInfo::kFree || info.state == SlotInfo::kUnpacking) continue;
+    free_slot(core, slot);
+  }
+  if (core.arena) grant_slots(core);
+}
+
+// A commit on a mapped arena: the bytes are in the slot.
+void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit) {
+  const auto part = match_commit(core, peer, commit, SlotInfo::kGranted);
+  if (!part) return;
+  part->arrived[commit.chunk] = true;
+  core.slots[commit.slot].state = SlotInfo::kUnpacking;
+  ++part->fetch->unpacking;
+  run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
+}
+
+std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size, std::span<const std::byte> notice) {
+  Guard guard(*core);
+  if (state != kReady) return nullptr;
+  try {
+    if (wire::type_of(notice) != wire::MessageType::kCommit) {
+      throw Error(StatusCode::kProtocol, "a write came without a COMMIT");
+    }
+    const auto commit = wire::Commit::decode(notice.subspan(1));
+    const auto part = match_commit(*core, *this, commit, SlotInfo::kGranted);
+    if (!part) return nullptr;
+    if (size != commit.bytes || offset != static_cast<uint64_t>(commit.slot) * core->options.slot_bytes) {
+      throw Error(StatusCode::kProtocol, "a write is not where its COMMIT says");
+    }
+    core->slots[commit.slot].state = SlotInfo::kReceiving;
+    return core->arena->slot(commit.slot);
+  } catch (const Error& error) {
+    drop_peer(*core, shared_from_this(), {error.code(), error.what()});
+    return nullptr;
+  }
+}
+
+void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
+  last_heard = Clock::now();
+  if (!accepted) return;
+  std::shared_ptr<Part> part;
+  wire::Commit commit;
+  {
+    Guard guard(*core);
+    try {
+      commit = wire::Commit::decode(notice.subspan(1));
+      part = match_commit(*core, *this, commit, SlotInfo::kReceiving);
+    } catch (const Error& error) {
+      drop_peer(*core, shared_from_this(), {error.code(), error.what()});
+    }
+    if (!part) {  // cancelled while the bytes were on their way
+      if (commit.slot >= core->slots.size()) return;
+      const SlotInfo& info = core->slots[commit.slot];
+      if (info.state == SlotInfo::kReceiving && info.peer == id && info.fetch_id == commit.fetch_id) {
+        free_slot(*core, commit.slot);
+        grant_slots(*core);
+      }
+      return;
+    }
+    part->arrived[commit.chunk] = true;
+    core->slots[commit.slot].state = SlotInfo::kUnpacking;
+    ++part->fetch->unpacking;
+  }
+  // Here, on the receiving thread: the bytes are in this core's cache.
+  unpack_chunk(*core, part, commit);
+}
+
+Fetch Agent::fetch(const FetchSpec& spec) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  const auto invalid = [&](const std::string& what) -> Error {
+    return Error(StatusCode::kInvalid, "fetch of offer '" + spec.offer_id + "': " + what);
+  };
+  const auto cache = core.caches.find(spec.cache);
+  if (cache == core.caches.end()) throw invalid("the cache is not registered with agent '" + core.options.name + "'");
+  const CacheLayout& layout = cache->second->layout;
+  const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
+  if (spec.num_tokens == 0 || token_end > UINT32_MAX) throw invalid("it asks for no tokens, or for too many");
+  if (spec.parts.empty()) throw invalid("it names no producer");
+  if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
+  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end), /*unique=*/true);
+  for (const FetchPart& part : spec.parts) {
+    if (!core.peers.contains(part.peer)) throw invalid("peer " + std::to_string(part.peer) + " is not known");
+    if (part.layers.empty() || part.head_begin >= part.head_end || part.head_begin < layout.first_head ||
+        part.head_end > layout.first_head + layout.num_heads) {
+      throw invalid("heads [" + std::to_string(part.head_begin) + ", " + std::to_string(part.head_end) +
+                    ") are not in the cache, which holds [" + std::to_string(layout.first_head) + ", " +
+                    std::to_string(layout.first_head + layout.num_heads) + ")");
+    }
+    for (uint32_t layer : part.layers) {
+      if (layer >= layout.layers.size()) throw invalid("layer " + std::to_string(layer) + " is not in the cache");
+    }
+  }
+  ensure_arena(core);
+
+  auto fetch = std::make_shared<FetchState>();
+  fetch->core = core_;
+  fetch->handle = core.next_handle++;
+  fetch->spec = spec;
+  fetch->cache = cache->second;
+  fetch->started = Clock::now();
+  fetch->parts_left = static_cast<uint32_t>(spec.parts.size());
+  fetch->report.path = "staged";
+  ++fetch->cache->users;
+  core.fetches[fetch->handle] = fetch;
+  set_timer(core, fetch->timer,
+            fetch->started + std::chrono::duration_cast<Duration>(std::chrono::duration<double>(spec.timeout)),
+            [&core, fetch] {
+              char limit[32];
+              std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
+              fail_fetch(core, fetch,
+                         {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
+                                                    limit + ": " + progress(*fetch)});
+            });
+  for (const FetchPart& spec_part : spec.parts) {
+    auto part = std::make_shared<Part>();
+    part->fetch = fetch;
+    part->peer = core.peers.at(spec_part.peer);
+    part->spec = spec_part;
+    part->wire_bytes = part_bytes(*fetch, spec_part);
+    fetch->parts.push_back(part);
+  }
+  const auto parts = fetch->parts;
+  for (const auto& part : parts) {
+    Peer& peer = *part->peer;
+    fetch->report.peers.push_back(peer.name);
+    if (peer.state == Peer::kClosing) {
+      fail_fetch(core, fetch, peer.failure);
+      break;
+    }
+    if (peer.state == Peer::kReady) {
+      start_part(core, part);
+    } else {
+      peer.pending.push_back(part);
+    }
+  }
+  grant_slots(core);
+  return Fetch(fetch);
+}
+
+uint64_t Fetch::handle() const { return state_->handle; }
+
+bool Fetch::done() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->done;
+}
+
+Status Fetch::status() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->status;
+}
+
+bool Fetch::wait(double timeout) const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->changed.wait_for(guard.lock(), std::chrono::duration<double>(timeout), [&] { return state_->done; });
+}
+
+void Fetch::cancel() {
+  AgentCore& core = *state_->core;
+  core.check_fork();
+  Guard guard(core);
+  if (state_->done) return;
+  fail_fetch(core, state_, {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
+  // Only copies of single chunks are waited for, never a peer.
+  state_->changed.wait(guard.lock(), [&] { return state_->done; });
+}
+
+int Fetch::event_fd() {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  if (!state_->event) {
+    state_->event = make_event();
+    if (state_->done) signal_event(state_->event);
+  }
+  return state_->event.get();
+}
+
+FetchReport Fetch::report() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  FetchReport report = state_->report;
+  const TimePoint end = state_->done ? state_->ended : Clock::now();
+  report.seconds = std::chrono::duration<double>(end - state_->started).count();
+  return report;
+}
+
+}  // namespace kvxfer

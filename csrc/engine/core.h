@@ -1,0 +1,279 @@
+#ifndef KVXFER_ENGINE_CORE_H_
+#define KVXFER_ENGINE_CORE_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/thread_pool.h"
+#include "base/unique_fd.h"
+#include "engine/arena.h"
+#include "engine/event_queue.h"
+#include "engine/timers.h"
+#include "kvxfer/agent.h"
+#include "wire/messages.h"
+
+// State of an agent. One mutex, AgentCore::mutex, guards all of it; packing, unpacking and writes to
+// transports run outside. Any thread may run the state machine: a worker that has packed a chunk
+// sends its commit itself, so nothing waits for another thread to wake up.
+//
+// All free functions here need the mutex held, but for jobs given to run_job().
+
+namespace kvxfer {
+
+struct Peer;
+struct Serve;
+struct Part;
+
+// A registered cache.
+struct Cache {
+  CacheId id = 0;
+  CacheLayout layout;
+  std::unordered_map<std::string, uint32_t> layer_index;
+  uint32_t users = 0;  // offers and fetches
+};
+
+// Producer: an offer, from offer() until its blocks are released.
+struct OfferState {
+  std::shared_ptr<AgentCore> core;
+  uint64_t handle = 0;
+  std::string id;
+  Generation generation{};
+  std::shared_ptr<Cache> cache;
+  BlockTable table;
+  uint32_t token_end = 0;
+  std::vector<bool> ready;  // by layer
+  uint32_t ready_left = 0;
+  uint32_t consumers_left = 0;
+  Duration lease{};
+  TimePoint lease_end;
+  std::optional<Timers::Id> timer;
+  std::set<std::shared_ptr<Serve>> serves;
+  uint32_t reading = 0;  // packs that are reading the blocks
+  bool ended = false;    // nothing new is read
+  bool released = false;
+  Status outcome;
+  std::condition_variable changed;
+  UniqueFd event;
+};
+
+// Producer: the answer to one FETCH, from its arrival until DONE, CANCELLED or REFUSED.
+struct Serve {
+  std::shared_ptr<Peer> peer;
+  wire::Fetch request;
+  std::shared_ptr<OfferState> offer;  // null while it waits for one
+  std::optional<CopyPlan> plan;
+  std::vector<uint64_t> bounds;          // chunk i is wire bytes [bounds[i], bounds[i + 1])
+  std::vector<int32_t> wire_layer;       // cache layer -> wire layer, -1: not asked for
+  bool per_layer = false;                // no chunk spans two layers
+  std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
+  std::deque<uint32_t> credits;
+  uint32_t in_flight = 0;  // packs and writes
+  bool queued = false;     // in AgentCore::serve_queue
+  bool ended = false;
+  std::optional<wire::Bytes> last_word;  // sent once in_flight is 0
+};
+
+// Consumer: what one peer answers of a fetch.
+struct Part {
+  std::shared_ptr<FetchState> fetch;
+  std::shared_ptr<Peer> peer;
+  uint64_t id = 0;  // fetch_id on the link
+  FetchPart spec;
+  uint64_t wire_bytes = 0;
+  uint32_t chunk_bytes = 0;
+  std::optional<CopyPlan> plan;    // once accepted
+  std::vector<uint64_t> bounds;
+  std::vector<bool> arrived;       // by chunk
+  uint32_t chunks_left = 0;        // to unpack; an estimate until accepted
+  uint32_t slots_wanted = 0;       // grants that are still to be made
+  std::vector<uint32_t> slots;     // granted and not yet given back, in any state
+  bool hungry = false;             // in AgentCore::hungry
+  bool sent = false, accepted = false, done = false;
+};
+
+struct FetchState {
+  std::shared_ptr<AgentCore> core;
+  uint64_t handle = 0;
+  FetchSpec spec;
+  std::shared_ptr<Cache> cache;
+  std::vector<std::shared_ptr<Part>> parts;
+  uint32_t parts_left = 0;
+  uint32_t unpacking = 0;  // jobs that are writing into the caller's blocks
+  bool ending = false;     // no new job is started
+  bool done = false;
+  Status status;
+  TimePoint started, ended;
+  std::optional<Timers::Id> timer;
+  FetchReport report;
+  std::condition_variable changed;
+  UniqueFd event;
+};
+
+// Who owns a slot of the arena, and what may still write into it.
+struct SlotInfo {
+  enum State : uint8_t { kFree, kGranted, kReceiving, kUnpacking, kQuarantined };
+  State state = kFree;
+  PeerId peer = 0;
+  uint64_t fetch_id = 0;
+};
+
+class Guard;
+
+// One connection, in one direction. Kept until the link's on_closed().
+struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
+  enum State { kConnecting, kGreeting, kReady, kClosing };
+
+  AgentCore* core = nullptr;
+  PeerId id = 0;
+  std::string name;
+  uint64_t incarnation = 0;
+  bool inbound = false;
+  State state = kConnecting;
+  Status failure;  // why it is kClosing
+  std::string why;
+  std::shared_ptr<Link> link;
+  uint32_t slot_bytes = 0;  // the other side's
+  std::atomic<TimePoint> last_heard{};
+  // Producer side.
+  std::map<uint32_t, CacheLayout> layouts;  // remote cache id -> layout with relative addresses
+  std::map<uint64_t, std::shared_ptr<Serve>> serves;
+  // Consumer side.
+  std::set<CacheId> announced;
+  std::map<uint64_t, std::shared_ptr<Part>> parts;
+  std::vector<std::shared_ptr<Part>> pending;  // until kReady
+  uint64_t next_fetch_id = 1;
+
+  void on_message(Link& link, std::span<const std::byte> message) override;
+  std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size, std::span<const std::byte> notice) override;
+  void on_landed(Link& link, std::span<const std::byte> notice, bool accepted) override;
+  void on_written(Link& link, uint64_t token, bool ok) override;
+  void on_closed(Link& link, const std::string& reason) override;
+};
+
+// A chunk that a link is still reading out of the staging memory.
+struct Writing {
+  std::shared_ptr<Serve> serve;
+  uint32_t staging_slot = 0;
+};
+
+struct AgentCore : std::enable_shared_from_this<AgentCore> {
+  explicit AgentCore(const AgentOptions& agent_options);
+  ~AgentCore();
+
+  const AgentOptions options;
+  const uint64_t fork_generation;
+  std::mutex mutex;
+  std::condition_variable peers_changed;
+  bool closed = false;
+
+  Timers timers;
+  TimePoint sleeping_until = kNever;  // of the control loop
+  std::optional<Timers::Id> heartbeat;
+  TimePoint last_beat;
+  std::deque<std::function<void()>> deferred;  // small jobs of the control loop's own thread
+  bool draining = false;
+
+  uint64_t next_handle = 1;
+  std::map<CacheId, std::shared_ptr<Cache>> caches;
+  std::map<PeerId, std::shared_ptr<Peer>> peers;
+  CacheId next_cache = 1;
+  PeerId next_peer = 1;
+  AgentStats counters;  // only the bytes_* and *_errors fields
+  EventQueue events;
+
+  // Producer side.
+  std::map<Generation, std::shared_ptr<OfferState>> offers;
+  std::unordered_map<std::string, Generation> offer_ids;
+  std::map<Generation, std::set<std::shared_ptr<Serve>>> waiting;  // fetches whose offer is not there yet
+  std::map<Generation, Status> history;                            // how offers ended, the newest ones
+  std::deque<Generation> history_order;
+  std::deque<std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit; round robin
+  uint32_t packing = 0;
+  std::unique_ptr<Arena> staging;  // where chunks wait for transports that don't map the peer's arena
+  std::map<uint64_t, Writing> writing;
+  uint64_t next_token = 1;
+
+  // Consumer side.
+  std::unique_ptr<Arena> arena;
+  std::vector<SlotInfo> slots;
+  std::map<uint64_t, std::shared_ptr<FetchState>> fetches;
+  std::deque<std::shared_ptr<Part>> hungry;  // want a slot; round robin
+
+  std::unique_ptr<ThreadPool> pool;
+  std::unique_ptr<IoThreads> io;  // its control loop is the progress thread
+
+  // Throws Error(kClosed) after close() and in a forked child.
+  void check_open() const;
+  void check_fork() const;
+};
+
+// Holds the agent's mutex. On the control loop's thread it runs the deferred jobs when it lets go.
+class Guard {
+ public:
+  explicit Guard(AgentCore& core) : core_(core), lock_(core.mutex) {}
+  ~Guard();
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+  std::unique_lock<std::mutex>& lock() { return lock_; }
+
+ private:
+  AgentCore& core_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+// core.cc
+void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when, std::function<void()> action);
+void clear_timer(AgentCore& core, std::optional<Timers::Id>& timer);
+// Runs a job that handles `bytes`: small ones on the control loop's thread when that is the caller,
+// else on the pool.
+void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job);
+
+// offers.cc
+void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome);
+void release_if_unread(AgentCore& core, OfferState& offer);
+void renew_lease(OfferState& offer);
+
+// producer.cc
+void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request);
+void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit);
+void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id);
+void handle_cancel(AgentCore& core, Peer& peer, uint64_t fetch_id);
+void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve, const std::shared_ptr<OfferState>& offer);
+void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer);
+void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve, std::optional<wire::Bytes> last_word);
+void start_packs(AgentCore& core);
+
+// consumer.cc
+void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
+void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
+void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
+void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
+void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
+void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id);
+void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothing can write any more
+void grant_slots(AgentCore& core);
+void ensure_arena(AgentCore& core);
+
+// peers.cc
+// Ends a connection: all that waits on it fails now, its slots are freed at on_closed().
+void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why);
+void beat(AgentCore& core);
+
+// chunks.cc
+std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes, bool per_layer);
+uint64_t chunk_seed(const Generation& generation, uint64_t wire_begin);
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_ENGINE_CORE_H_

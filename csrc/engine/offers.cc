@@ -1,0 +1,181 @@
+#include <algorithm>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kHistory = 4096;  // ended offers whose fate late fetches are told
+
+Duration seconds(double value) { return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value)); }
+
+void remember(AgentCore& core, const Generation& generation, const Status& outcome) {
+  core.history[generation] = outcome;
+  core.history_order.push_back(generation);
+  if (core.history_order.size() > kHistory) {
+    core.history.erase(core.history_order.front());
+    core.history_order.pop_front();
+  }
+}
+
+void arm_lease(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
+  set_timer(core, offer->timer, offer->lease_end, [&core, offer] {
+    if (offer->lease_end > Clock::now()) {
+      arm_lease(core, offer);
+      return;
+    }
+    const auto lease = std::chrono::duration<double>(offer->lease).count();
+    end_offer(core, offer,
+              {StatusCode::kExpired, "offer '" + offer->id + "': no consumer was heard from during its lease of " +
+                                         std::to_string(lease) + " s"});
+  });
+}
+
+}  // namespace
+
+void renew_lease(OfferState& offer) {
+  // The timer looks at lease_end when it fires, so nothing is re-armed on every heartbeat.
+  offer.lease_end = std::max(offer.lease_end, Clock::now() + offer.lease);
+}
+
+void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome) {
+  if (offer->ended) return;
+  offer->ended = true;
+  clear_timer(core, offer->timer);
+  core.offers.erase(offer->generation);
+  core.offer_ids.erase(offer->id);
+  remember(core, offer->generation,
+           outcome.ok() ? Status{StatusCode::kStale, "offer '" + offer->id +
+                                                         "' was fetched by all its consumers and has ended"}
+                        : outcome);
+  const Status told = core.history[offer->generation];
+  offer->outcome = std::move(outcome);
+  const auto serves = offer->serves;
+  for (const auto& serve : serves) {
+    end_serve(core, serve, wire::Refused{serve->request.fetch_id, told.code, told.message}.encode());
+  }
+  release_if_unread(core, *offer);
+}
+
+void release_if_unread(AgentCore& core, OfferState& offer) {
+  if (!offer.ended || offer.reading > 0 || offer.released) return;
+  offer.released = true;
+  --offer.cache->users;
+  offer.changed.notify_all();
+  signal_event(offer.event);
+  core.events.push(offer.handle);
+}
+
+Offer Agent::offer(const OfferSpec& spec) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  const auto cache = core.caches.find(spec.cache);
+  if (cache == core.caches.end()) {
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': the cache is not registered with agent '" +
+                                          core.options.name + "'");
+  }
+  if (spec.id.empty() || spec.id.size() > wire::kMaxName) {
+    throw Error(StatusCode::kInvalid, "an offer's id must have 1 to " + std::to_string(wire::kMaxName) + " bytes");
+  }
+  if (spec.num_tokens == 0) throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' has no tokens");
+  if (!(spec.lease > 0) || spec.consumers == 0) {
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': lease and consumers must be positive");
+  }
+  if (core.offer_ids.contains(spec.id) || core.offers.contains(spec.generation)) {
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' is open already: release it first, or use another id");
+  }
+  if (core.history.contains(spec.generation)) {
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': its generation was used before; draw a new one");
+  }
+  const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
+  if (token_end > UINT32_MAX) throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' ends beyond 2^32 tokens");
+  const CacheLayout& layout = cache->second->layout;
+  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end), /*unique=*/false);
+
+  auto offer = std::make_shared<OfferState>();
+  offer->core = core_;
+  offer->handle = core.next_handle++;
+  offer->id = spec.id;
+  offer->generation = spec.generation;
+  offer->cache = cache->second;
+  offer->table = spec.table;
+  offer->token_end = static_cast<uint32_t>(token_end);
+  offer->ready.assign(layout.layers.size(), spec.ready);
+  offer->ready_left = spec.ready ? 0 : static_cast<uint32_t>(layout.layers.size());
+  offer->consumers_left = spec.consumers;
+  offer->lease = seconds(spec.lease);
+  offer->lease_end = Clock::now() + offer->lease;
+  ++offer->cache->users;
+  core.offers[offer->generation] = offer;
+  core.offer_ids[offer->id] = offer->generation;
+  arm_lease(core, offer);
+
+  if (auto early = core.waiting.extract(offer->generation)) {
+    for (const auto& serve : early.mapped()) begin_serving(core, serve, offer);
+    start_packs(core);
+  }
+  return Offer(offer);
+}
+
+const std::string& Offer::id() const { return state_->id; }
+const Generation& Offer::generation() const { return state_->generation; }
+uint64_t Offer::handle() const { return state_->handle; }
+
+void Offer::mark_ready(uint32_t layer) {
+  AgentCore& core = *state_->core;
+  core.check_fork();
+  Guard guard(core);
+  if (layer >= state_->ready.size()) {
+    throw Error(StatusCode::kInvalid, "offer '" + state_->id + "': there is no layer " + std::to_string(layer) +
+                                          ", the cache has " + std::to_string(state_->ready.size()));
+  }
+  layer_ready(core, *state_, layer);
+  start_packs(core);
+}
+
+void Offer::mark_all_ready() {
+  AgentCore& core = *state_->core;
+  core.check_fork();
+  Guard guard(core);
+  for (uint32_t layer = 0; layer < state_->ready.size(); ++layer) layer_ready(core, *state_, layer);
+  start_packs(core);
+}
+
+void Offer::release() {
+  AgentCore& core = *state_->core;
+  core.check_fork();
+  Guard guard(core);
+  end_offer(core, state_, {StatusCode::kCancelled, "offer '" + state_->id + "' was released by its owner"});
+}
+
+bool Offer::released() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->released;
+}
+
+Status Offer::outcome() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->outcome;
+}
+
+bool Offer::wait(double timeout) const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->changed.wait_for(guard.lock(), seconds(timeout), [&] { return state_->released; });
+}
+
+int Offer::event_fd() {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  if (!state_->event) {
+    state_->event = make_event();
+    if (state_->released) signal_event(state_->event);
+  }
+  return state_->event.get();
+}
+
+}  // namespace kvxfer

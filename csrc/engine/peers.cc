@@ -1,0 +1,224 @@
+#include <utility>
+
+#include "base/event_loop.h"
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kMaxLayouts = 1024;  // caches that one peer may announce
+
+void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
+  if (peer.state != Peer::kGreeting) throw Error(StatusCode::kProtocol, "HELLO came twice");
+  if (hello.name != peer.name || hello.incarnation != peer.incarnation) {
+    throw Error(StatusCode::kProtocol, "the handshake was with '" + peer.name + "', but '" + hello.name +
+                                           "' or another incarnation of it said HELLO");
+  }
+  if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
+  peer.slot_bytes = hello.slot_bytes;
+  peer.state = Peer::kReady;
+  for (const auto& part : std::exchange(peer.pending, {})) {
+    if (!part->fetch->ending) start_part(core, part);
+  }
+  if (core.arena) grant_slots(core);
+}
+
+// Layouts of a peer are compared with ours, never dereferenced: addresses are relative.
+CacheLayout to_layout(const wire::Layout& message) {
+  if (message.element > static_cast<uint8_t>(ElementType::kFloat8E5M2FNUZ) || message.block_size == 0 ||
+      message.num_heads == 0 || message.layers.empty() || message.planes.empty()) {
+    throw Error(StatusCode::kProtocol, "LAYOUT describes no cache");
+  }
+  CacheLayout layout;
+  layout.model = message.model;
+  layout.element = static_cast<ElementType>(message.element);
+  layout.num_blocks = message.num_blocks;
+  layout.block_size = message.block_size;
+  layout.num_heads = message.num_heads;
+  layout.first_head = message.first_head;
+  layout.layers = message.layers;
+  for (const auto& plane : message.planes) layout.planes.push_back({plane.name, plane.content});
+  for (const auto& view : message.views) {
+    layout.views.push_back({reinterpret_cast<std::byte*>(view.offset), view.block_stride, view.head_stride,
+                            view.token_stride, view.content_stride});
+  }
+  return layout;
+}
+
+void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer, std::span<const std::byte> message) {
+  using wire::MessageType;
+  const MessageType type = wire::type_of(message);
+  const auto body = message.subspan(1);
+  if (peer->state == Peer::kGreeting && type != MessageType::kHello && type != MessageType::kBye) {
+    throw Error(StatusCode::kProtocol, "the first message was not HELLO");
+  }
+  const bool for_producer = type == MessageType::kLayout || type == MessageType::kFetch ||
+                            type == MessageType::kCredit || type == MessageType::kDone ||
+                            type == MessageType::kCancel || type == MessageType::kRenew;
+  const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
+                            type == MessageType::kRefused || type == MessageType::kCancelled;
+  if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
+    throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
+                                           " came from the wrong side of the link");
+  }
+  switch (type) {
+    case MessageType::kHello: return greet(core, *peer, wire::Hello::decode(body));
+    case MessageType::kLayout: {
+      if (peer->layouts.size() >= kMaxLayouts) throw Error(StatusCode::kProtocol, "too many caches");
+      const auto layout = wire::Layout::decode(body);
+      peer->layouts[layout.cache_id] = to_layout(layout);
+      return;
+    }
+    case MessageType::kFetch: return handle_fetch(core, peer, wire::Fetch::decode(body));
+    case MessageType::kAccept: return handle_accept(core, *peer, wire::Accept::decode(body));
+    case MessageType::kCommit: return handle_commit(core, *peer, wire::Commit::decode(body));
+    case MessageType::kRefused: return handle_refused(core, *peer, wire::Refused::decode(body));
+    case MessageType::kCredit: return handle_credit(core, *peer, wire::Credit::decode(body));
+    case MessageType::kDone: return handle_done(core, *peer, wire::decode_fetch_id(body));
+    case MessageType::kCancel: return handle_cancel(core, *peer, wire::decode_fetch_id(body));
+    case MessageType::kCancelled: return free_quarantined(core, *peer, wire::decode_fetch_id(body));
+    case MessageType::kPing:
+      for (const auto& [id, serve] : peer->serves) {
+        if (serve->offer) renew_lease(*serve->offer);
+      }
+      return;
+    case MessageType::kRenew: {
+      const auto renew = wire::Renew::decode(body);
+      const auto offer = core.offers.find(renew.generation);
+      if (offer != core.offers.end() && offer->second->id == renew.offer_id) renew_lease(*offer->second);
+      return;
+    }
+    case MessageType::kBye:
+      return drop_peer(core, peer, {StatusCode::kPeerLost, "'" + peer->name + "' said goodbye: " + wire::decode_bye(body)});
+  }
+}
+
+}  // namespace
+
+void Peer::on_message(Link&, std::span<const std::byte> message) {
+  Guard guard(*core);
+  last_heard = Clock::now();
+  if (state == kClosing) return;  // its slots are freed at on_closed()
+  const auto self = shared_from_this();
+  try {
+    dispatch(*core, self, message);
+  } catch (const Error& error) {
+    drop_peer(*core, self, {error.code(), "'" + name + "': " + error.what()});
+  }
+}
+
+void Peer::on_closed(Link&, const std::string& reason) {
+  Guard guard(*core);
+  const auto self = shared_from_this();
+  drop_peer(*core, self, {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
+  free_slots_of(*core, id);
+  core->peers.erase(id);
+  core->peers_changed.notify_all();
+}
+
+void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
+  if (peer->state == Peer::kClosing) return;
+  peer->state = Peer::kClosing;
+  peer->failure = std::move(why);
+  const auto serves = peer->serves;
+  for (const auto& [id, serve] : serves) end_serve(core, serve, std::nullopt);
+  const auto parts = peer->parts;
+  for (const auto& [id, part] : parts) fail_fetch(core, part->fetch, peer->failure);
+  for (const auto& part : std::exchange(peer->pending, {})) fail_fetch(core, part->fetch, peer->failure);
+  if (peer->link) peer->link->close(peer->failure.message);
+}
+
+void beat(AgentCore& core) {
+  const TimePoint now = Clock::now();
+  const auto timeout = std::chrono::duration<double>(core.options.heartbeat_timeout);
+  const auto interval = std::chrono::duration<double>(core.options.heartbeat_interval);
+  // After this process itself was stopped, what peers said meanwhile waits unread: start afresh.
+  const bool was_stopped = now - core.last_beat > timeout;
+  core.last_beat = now;
+  const auto peers = core.peers;
+  for (const auto& [id, peer] : peers) {
+    if (peer->state != Peer::kReady && peer->state != Peer::kGreeting) continue;
+    if (was_stopped) peer->last_heard = now;
+    const auto silence = std::chrono::duration<double>(now - peer->last_heard.load());
+    if (silence > timeout) {
+      drop_peer(core, peer, {StatusCode::kPeerLost, "lost '" + peer->name + "': not a word for " +
+                                                        std::to_string(silence.count()) +
+                                                        " s; its host, its process or the network has stopped"});
+      continue;
+    }
+    peer->link->send(wire::encode_ping());
+  }
+  set_timer(core, core.heartbeat, now + std::chrono::duration_cast<Duration>(interval), [&core] { beat(core); });
+}
+
+PeerId Agent::add_peer(const std::string& name) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  auto peer = std::make_shared<Peer>();
+  peer->core = &core;
+  peer->id = core.next_peer++;
+  peer->name = name;
+  core.peers[peer->id] = peer;
+  return peer->id;
+}
+
+void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, bool inbound, const std::string& why) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  const auto found = core.peers.find(id);
+  if (found == core.peers.end() || found->second->state != Peer::kConnecting) {
+    throw Error(StatusCode::kInvalid, "peer " + std::to_string(id) + " is not waiting for a link");
+  }
+  const auto& peer = found->second;
+  if (inbound && link->mapped_arena().empty() && !core.staging) {
+    const uint64_t slots = 2 * (core.options.threads + core.options.bulk_threads);
+    core.staging = std::make_unique<Arena>(slots * core.options.slot_bytes, core.options.slot_bytes,
+                                           core.options.lock_arena);
+  }
+  peer->link = std::move(link);
+  peer->incarnation = incarnation;
+  peer->inbound = inbound;
+  peer->why = why;
+  peer->state = Peer::kGreeting;
+  peer->last_heard = Clock::now();
+  peer->link->start(*peer);
+  peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
+                               core.options.slot_bytes}
+                       .encode());
+  if (!core.heartbeat) {
+    core.last_beat = Clock::now();
+    beat(core);
+  }
+}
+
+void Agent::fail_peer(PeerId id, const Status& status) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  const auto found = core.peers.find(id);
+  if (found == core.peers.end()) return;
+  const auto peer = found->second;
+  drop_peer(core, peer, status);
+  if (!peer->link) core.peers.erase(id);  // with a link, on_closed() does it
+}
+
+bool Agent::peer_alive(PeerId id) const {
+  core_->check_fork();
+  Guard guard(*core_);
+  const auto found = core_->peers.find(id);
+  return found != core_->peers.end() && found->second->state != Peer::kClosing;
+}
+
+void Agent::renew(PeerId id, const std::string& offer_id, const Generation& generation) {
+  core_->check_fork();
+  Guard guard(*core_);
+  const auto found = core_->peers.find(id);
+  if (found == core_->peers.end() || found->second->state != Peer::kReady) return;
+  found->second->link->send(wire::Renew{offer_id, generation}.encode());
+}
+
+}  // namespace kvxfer
