@@ -3,4 +3,8 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled part of kvxfer. Use it through the package kvxfer.";
   kvxfer::bindings::register_build_info(module);
+  kvxfer::bindings::register_status(module);
+  kvxfer::bindings::register_layout(module);
+  kvxfer::bindings::register_pack(module);
+  kvxfer::bindings::register_agent(module);
 }

@@ -8,6 +8,10 @@ namespace kvxfer::bindings {
 // Each adds its classes and functions to the module; defined in the file of the same name. Called
 // once, in the order of module.cc, by the thread that imports kvxfer._core.
 void register_build_info(pybind11::module_& module);
+void register_status(pybind11::module_& module);
+void register_layout(pybind11::module_& module);
+void register_pack(pybind11::module_& module);
+void register_agent(pybind11::module_& module);
 
 }  // namespace kvxfer::bindings
 

@@ -1,0 +1,194 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "kvxfer/agent.h"
+#include "register.h"
+
+namespace py = pybind11;
+
+namespace kvxfer::bindings {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+Generation to_generation(const py::bytes& raw) {
+  const std::string text = raw;
+  Generation generation;
+  if (text.size() != generation.size()) {
+    throw Error(StatusCode::kInvalid, "a generation has 16 bytes, not " + std::to_string(text.size()));
+  }
+  std::memcpy(generation.data(), text.data(), generation.size());
+  return generation;
+}
+
+py::bytes from_generation(const Generation& generation) {
+  return py::bytes(reinterpret_cast<const char*>(generation.data()), generation.size());
+}
+
+py::tuple from_status(const Status& status) { return py::make_tuple(status_name(status.code), status.message); }
+
+StatusCode to_code(const std::string& name) {
+  for (int code = 0; code <= static_cast<int>(StatusCode::kProtocol); ++code) {
+    if (name == status_name(static_cast<StatusCode>(code))) return static_cast<StatusCode>(code);
+  }
+  throw Error(StatusCode::kInvalid, "there is no status '" + name + "'");
+}
+
+void register_options(py::module_& module) {
+  py::class_<AgentOptions>(module, "AgentOptions")
+      .def(py::init<>())
+      .def_readwrite("name", &AgentOptions::name)
+      .def_readwrite("incarnation", &AgentOptions::incarnation)
+      .def_readwrite("arena_bytes", &AgentOptions::arena_bytes)
+      .def_readwrite("slot_bytes", &AgentOptions::slot_bytes)
+      .def_readwrite("window", &AgentOptions::window)
+      .def_readwrite("threads", &AgentOptions::threads)
+      .def_readwrite("bulk_threads", &AgentOptions::bulk_threads)
+      .def_readwrite("inline_bytes", &AgentOptions::inline_bytes)
+      .def_readwrite("heartbeat_interval", &AgentOptions::heartbeat_interval)
+      .def_readwrite("heartbeat_timeout", &AgentOptions::heartbeat_timeout)
+      .def_readwrite("digest", &AgentOptions::digest)
+      .def_readwrite("lock_arena", &AgentOptions::lock_arena);
+
+  py::class_<LoopbackFaults>(module, "LoopbackFaults")
+      .def(py::init<>())
+      .def_readwrite("drop_message", &LoopbackFaults::drop_message)
+      .def_readwrite("duplicate_message", &LoopbackFaults::duplicate_message)
+      .def_readwrite("drop_write", &LoopbackFaults::drop_write)
+      .def_readwrite("duplicate_write", &LoopbackFaults::duplicate_write)
+      .def_readwrite("reorder_write", &LoopbackFaults::reorder_write)
+      .def_readwrite("corrupt_write", &LoopbackFaults::corrupt_write)
+      .def_readwrite("delay_us", &LoopbackFaults::delay_us)
+      .def_readwrite("seed", &LoopbackFaults::seed);
+
+  py::class_<FetchReport>(module, "FetchReport")
+      .def_readonly("bytes", &FetchReport::bytes)
+      .def_readonly("seconds", &FetchReport::seconds)
+      .def_readonly("chunks", &FetchReport::chunks)
+      .def_readonly("path", &FetchReport::path)
+      .def_readonly("transport", &FetchReport::transport)
+      .def_readonly("why", &FetchReport::why)
+      .def_readonly("wire_order", &FetchReport::wire_order)
+      .def_readonly("link", &FetchReport::link)
+      .def_readonly("peers", &FetchReport::peers);
+
+  py::class_<AgentStats>(module, "AgentStats")
+      .def_readonly("offers", &AgentStats::offers)
+      .def_readonly("serving", &AgentStats::serving)
+      .def_readonly("fetches", &AgentStats::fetches)
+      .def_readonly("peers", &AgentStats::peers)
+      .def_readonly("slots", &AgentStats::slots)
+      .def_readonly("free_slots", &AgentStats::free_slots)
+      .def_readonly("quarantined_slots", &AgentStats::quarantined_slots)
+      .def_readonly("bytes_sent", &AgentStats::bytes_sent)
+      .def_readonly("bytes_received", &AgentStats::bytes_received)
+      .def_readonly("digest_errors", &AgentStats::digest_errors);
+}
+
+void register_handles(py::module_& module) {
+  py::class_<Offer>(module, "Offer")
+      .def_property_readonly("id", &Offer::id)
+      .def_property_readonly("generation", [](const Offer& offer) { return from_generation(offer.generation()); })
+      .def_property_readonly("handle", &Offer::handle)
+      .def_property_readonly("released", &Offer::released, NoGil())
+      .def("outcome", [](const Offer& offer) { return from_status(offer.outcome()); })
+      .def("mark_ready", &Offer::mark_ready, py::arg("layer"), NoGil())
+      .def("mark_all_ready", &Offer::mark_all_ready, NoGil())
+      .def("release", &Offer::release, NoGil())
+      .def("wait", &Offer::wait, py::arg("seconds"), NoGil())
+      .def("event_fd", &Offer::event_fd, NoGil());
+
+  py::class_<Fetch>(module, "Fetch")
+      .def_property_readonly("handle", &Fetch::handle)
+      .def_property_readonly("done", &Fetch::done, NoGil())
+      .def("status", [](const Fetch& fetch) { return from_status(fetch.status()); })
+      .def("wait", &Fetch::wait, py::arg("seconds"), NoGil())
+      .def("cancel", &Fetch::cancel, NoGil())
+      .def("event_fd", &Fetch::event_fd, NoGil())
+      .def("report", &Fetch::report, NoGil());
+}
+
+}  // namespace
+
+void register_agent(py::module_& module) {
+  register_options(module);
+  register_handles(module);
+  py::class_<Agent>(module, "Agent")
+      .def(py::init<const AgentOptions&>(), py::arg("options"), NoGil())
+      .def("register_cache", &Agent::register_cache, py::arg("layout"), NoGil())
+      .def("unregister_cache", &Agent::unregister_cache, py::arg("cache"), NoGil())
+      .def(
+          "offer",
+          [](Agent& agent, const std::string& id, const py::bytes& generation, CacheId cache, const BlockTable& table,
+             uint32_t num_tokens, double lease, uint32_t consumers, bool ready) {
+            const OfferSpec spec{id, to_generation(generation), cache, table, num_tokens, lease, consumers, ready};
+            py::gil_scoped_release release;
+            return agent.offer(spec);
+          },
+          py::kw_only(), py::arg("id"), py::arg("generation"), py::arg("cache"), py::arg("table"),
+          py::arg("num_tokens"), py::arg("lease"), py::arg("consumers"), py::arg("ready"))
+      .def(
+          "fetch",
+          [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
+             const BlockTable& table, uint32_t num_tokens, double timeout,
+             const std::vector<std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t>>& parts) {
+            FetchSpec spec{offer_id, to_generation(generation), cache, table, num_tokens, timeout, {}};
+            for (const auto& [peer, layers, begin, end] : parts) spec.parts.push_back({peer, layers, begin, end});
+            py::gil_scoped_release release;
+            return agent.fetch(spec);
+          },
+          py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"), py::arg("table"),
+          py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"))
+      .def(
+          "renew",
+          [](Agent& agent, PeerId peer, const std::string& offer_id, const py::bytes& generation) {
+            agent.renew(peer, offer_id, to_generation(generation));
+          },
+          py::arg("peer"), py::arg("offer_id"), py::arg("generation"))
+      .def("add_peer", &Agent::add_peer, py::arg("name"), NoGil())
+      .def(
+          "attach_shm",
+          [](Agent& agent, PeerId peer, int control_fd, int arena_fd, uint64_t arena_bytes, uint64_t incarnation,
+             bool inbound, const std::string& why) {
+            agent.attach(peer, make_shm_link(agent.io(), control_fd, arena_fd, arena_bytes), incarnation, inbound, why);
+          },
+          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("arena_fd"), py::arg("arena_bytes"),
+          py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil())
+      .def(
+          "attach_tcp",
+          [](Agent& agent, PeerId peer, int control_fd, const std::vector<int>& data_fds, uint64_t incarnation,
+             bool inbound, const std::string& why) {
+            agent.attach(peer, make_tcp_link(agent.io(), control_fd, data_fds), incarnation, inbound, why);
+          },
+          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"), py::arg("incarnation"),
+          py::arg("inbound"), py::arg("why"), NoGil())
+      .def_static(
+          "attach_loopback",
+          [](Agent& consumer, PeerId consumer_peer, uint64_t consumer_incarnation, Agent& producer,
+             PeerId producer_peer, uint64_t producer_incarnation, const LoopbackFaults& faults) {
+            auto [ours, theirs] = make_loopback_pair(consumer.io(), producer.io(), faults);
+            producer.attach(producer_peer, theirs, consumer_incarnation, true, "within one process");
+            consumer.attach(consumer_peer, ours, producer_incarnation, false, "within one process");
+          },
+          py::kw_only(), py::arg("consumer"), py::arg("consumer_peer"), py::arg("consumer_incarnation"),
+          py::arg("producer"), py::arg("producer_peer"), py::arg("producer_incarnation"), py::arg("faults"), NoGil())
+      .def(
+          "fail_peer",
+          [](Agent& agent, PeerId peer, const std::string& status, const std::string& message) {
+            const Status failure{to_code(status), message};
+            py::gil_scoped_release release;
+            agent.fail_peer(peer, failure);
+          },
+          py::arg("peer"), py::arg("status"), py::arg("message"))
+      .def("peer_alive", &Agent::peer_alive, py::arg("peer"), NoGil())
+      .def("arena_fd", &Agent::arena_fd, NoGil())
+      .def("arena_bytes", &Agent::arena_bytes, NoGil())
+      .def("event_fd", &Agent::event_fd, NoGil())
+      .def("poll", &Agent::poll, NoGil())
+      .def("stats", &Agent::stats, NoGil())
+      .def("close", &Agent::close, NoGil());
+}
+
+}  // namespace kvxfer::bindings

@@ -1,0 +1,153 @@
+"""Every knob of an agent: name, unit, default and environment variable, in this one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvxfer import _core
+from kvxfer.errors import ConfigError
+
+_T = TypeVar("_T")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    try:
+        if kind is bool:
+            if text.lower() in _TRUE | _FALSE:
+                return text.lower() in _TRUE
+            raise ValueError
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: expected {kind.__name__}") from None
+
+
+def _knob(variable: str, default: _T | Callable[[], _T], unit: str, doc: str) -> _T:
+    """Declare a field that its environment variable overrides and an argument overrides again."""
+
+    def value() -> _T:
+        fallback = default() if callable(default) else default
+        text = os.environ.get(variable)
+        if text is None:
+            return fallback
+        kind = str if fallback is None else type(fallback)
+        parsed: _T = _parse(variable, text, kind)
+        return parsed
+
+    metadata = {"variable": variable, "unit": unit, "doc": doc}
+    made: _T = dataclasses.field(default_factory=value, metadata=metadata)
+    return made
+
+
+def _default_threads() -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of an `Agent`. Arguments win over environment variables, those over defaults.
+
+    `Config.describe()` lists all of them as a table.
+    """
+
+    transport: str = _knob(
+        "KVXFER_TRANSPORT", "auto", "name", "transport to use; auto takes shm on one host, else tcp"
+    )
+    secret: str | None = _knob(
+        "KVXFER_SECRET", None, "text", "shared secret of all agents; without one anybody may connect"
+    )
+    insecure: bool = _knob(
+        "KVXFER_INSECURE", False, "bool", "listen beyond loopback although there is no secret"
+    )
+    interface: str | None = _knob(
+        "KVXFER_INTERFACE", None, "name", "network interface that all sockets are bound to, as eth1"
+    )
+    advertise: str | None = _knob(
+        "KVXFER_ADVERTISE", None, "host", "host that tickets name, where it is not the listen address"
+    )
+    arena_bytes: int = _knob(
+        "KVXFER_ARENA_BYTES", 128 << 20, "bytes", "staging memory of the fetching side"
+    )
+    chunk_bytes: int = _knob(
+        "KVXFER_CHUNK_BYTES", 1 << 20, "bytes", "most that is packed, written and verified at once"
+    )
+    window: int = _knob(
+        "KVXFER_WINDOW", 8, "chunks", "most chunks that one fetch has under way with one peer"
+    )
+    threads: int = _knob(
+        "KVXFER_THREADS", _default_threads, "threads", "threads that pack and unpack"
+    )
+    tcp_streams: int = _knob(
+        "KVXFER_TCP_STREAMS", 2, "sockets", "data connections to a peer, each with its own thread"
+    )
+    inline_bytes: int = _knob(
+        "KVXFER_INLINE_BYTES",
+        128 << 10,
+        "bytes",
+        "chunks up to this are packed on the progress thread, which saves waking another",
+    )
+    heartbeat_interval: float = _knob(
+        "KVXFER_HEARTBEAT_INTERVAL", 1.0, "seconds", "between signs of life, which renew leases"
+    )
+    heartbeat_timeout: float = _knob(
+        "KVXFER_HEARTBEAT_TIMEOUT", 10.0, "seconds", "of silence after which a peer counts as lost"
+    )
+    handshake_timeout: float = _knob(
+        "KVXFER_HANDSHAKE_TIMEOUT", 5.0, "seconds", "for connecting to a peer, all steps together"
+    )
+    digest: bool = _knob("KVXFER_DIGEST", True, "bool", "verify every chunk before it is published")
+    lock_arena: bool = _knob(
+        "KVXFER_LOCK_ARENA", False, "bool", "pin the arena in memory (needs ulimit -l)"
+    )
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "shm", "tcp", "loopback"):
+            raise ConfigError(
+                f"transport {self.transport!r} is not known; kvxfer.transports() lists what there is"
+            )
+        for name in ("arena_bytes", "chunk_bytes", "window", "threads", "tcp_streams"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.arena_bytes < self.chunk_bytes:
+            raise ConfigError(
+                f"arena_bytes is {self.arena_bytes}, less than one chunk of {self.chunk_bytes}: "
+                "raise arena_bytes or lower chunk_bytes"
+            )
+        if self.handshake_timeout <= 0:
+            raise ConfigError("handshake_timeout must be positive")
+        if self.secret == "":
+            raise ConfigError("secret is empty: leave it out, or set one")
+
+    def replace(self, **changes: Any) -> Config:
+        """Return a copy with some knobs changed."""
+        return dataclasses.replace(self, **changes)
+
+    def core_options(self, name: str, incarnation: int) -> _core.AgentOptions:
+        """Return these settings as the core takes them."""
+        options = _core.AgentOptions()
+        options.name, options.incarnation = name, incarnation
+        options.arena_bytes, options.slot_bytes = self.arena_bytes, self.chunk_bytes
+        options.window, options.threads = self.window, self.threads
+        options.bulk_threads, options.inline_bytes = self.tcp_streams, self.inline_bytes
+        options.heartbeat_interval = self.heartbeat_interval
+        options.heartbeat_timeout = self.heartbeat_timeout
+        options.digest, options.lock_arena = self.digest, self.lock_arena
+        return options
+
+    @classmethod
+    def describe(cls) -> str:
+        """Return a table of all knobs: name, variable, unit, default here, meaning."""
+        here = cls()
+        rows = [("knob", "environment variable", "unit", "value here", "meaning")]
+        for field in dataclasses.fields(cls):
+            about = field.metadata
+            shown = "(set)" if field.name == "secret" and here.secret else getattr(here, field.name)
+            rows.append((field.name, about["variable"], about["unit"], str(shown), about["doc"]))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+            for row in rows
+        )
