@@ -3,16 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/digest.h"
 
 namespace kvxfer {
 
-// Gathers wire bytes [begin, end) of the plan into `wire`, and returns their digest, computed in
-// the same pass. With `with_digest` false the result is Digest{}.
+// Gathers wire bytes [begin, end) of the plan, both on row boundaries, into `wire`, and returns their
+// digest, computed in the same pass. With `with_digest` false the result is Digest{}. Thread-safe for
+// ranges that do not overlap; neither function allocates.
 Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
             bool with_digest = true);
 
@@ -23,11 +22,6 @@ Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byt
 
 // Zeroes what plan.append_tail_runs() names.
 void zero_tail(const CopyPlan& plan);
-
-// The SIMD variants that this machine can run, best first ("avx512", "avx2", "neon", "scalar"), and
-// the one in use. KVXFER_SIMD forces one; naming one that cannot run throws Error(kInvalid).
-std::vector<std::string> simd_variants();
-std::string simd_variant();
 
 }  // namespace kvxfer
 

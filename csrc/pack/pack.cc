@@ -1,0 +1,32 @@
+#include "kvxfer/pack.h"
+
+#include <array>
+#include <cstring>
+
+#include "pack/mover.h"
+
+namespace kvxfer {
+
+Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
+            bool with_digest) {
+  Mover<Direction::kGather> mover(wire, with_digest);
+  return mover.run(plan, begin, end, seed);
+}
+
+Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire, uint64_t seed,
+              bool with_digest) {
+  Mover<Direction::kScatter> mover(wire, with_digest);
+  return mover.run(plan, begin, end, seed);
+}
+
+void zero_tail(const CopyPlan& plan) {
+  std::vector<Run> runs;
+  plan.append_tail_runs(runs);
+  for (const Run& run : runs) {
+    for (uint64_t i = 0; i < run.count; ++i) {
+      std::memset(run.address + static_cast<int64_t>(i) * run.stride, 0, run.bytes);
+    }
+  }
+}
+
+}  // namespace kvxfer
