@@ -1,5 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -28,6 +29,20 @@ py::bytes from_generation(const Generation& generation) {
 }
 
 py::tuple from_status(const Status& status) { return py::make_tuple(status_name(status.code), status.message); }
+
+// The agent's threads. The descriptors that were handed over are closed when there are none any more.
+IoThreads& threads_of(Agent& agent, std::initializer_list<std::vector<int>> descriptors) {
+  try {
+    return agent.io();
+  } catch (...) {
+    for (const auto& list : descriptors) {
+      for (int fd : list) {
+        if (fd >= 0) ::close(fd);
+      }
+    }
+    throw;
+  }
+}
 
 StatusCode to_code(const std::string& name) {
   for (int code = 0; code <= static_cast<int>(StatusCode::kProtocol); ++code) {
@@ -152,7 +167,7 @@ void register_agent(py::module_& module) {
           "attach_shm",
           [](Agent& agent, PeerId peer, int control_fd, int arena_fd, uint64_t arena_bytes, uint64_t incarnation,
              bool inbound, const std::string& why) {
-            agent.attach(peer, make_shm_link(agent.io(), control_fd, arena_fd, arena_bytes), incarnation, inbound, why);
+            agent.attach(peer, make_shm_link(threads_of(agent, {{control_fd, arena_fd}}), control_fd, arena_fd, arena_bytes), incarnation, inbound, why);
           },
           py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("arena_fd"), py::arg("arena_bytes"),
           py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil())
@@ -160,7 +175,7 @@ void register_agent(py::module_& module) {
           "attach_tcp",
           [](Agent& agent, PeerId peer, int control_fd, const std::vector<int>& data_fds, uint64_t incarnation,
              bool inbound, const std::string& why) {
-            agent.attach(peer, make_tcp_link(agent.io(), control_fd, data_fds), incarnation, inbound, why);
+            agent.attach(peer, make_tcp_link(threads_of(agent, {{control_fd}, data_fds}), control_fd, data_fds), incarnation, inbound, why);
           },
           py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"), py::arg("incarnation"),
           py::arg("inbound"), py::arg("why"), NoGil())

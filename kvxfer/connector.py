@@ -1,0 +1,169 @@
+"""The consumer's side of the handshake: from a producer's address to a link in the core."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvxfer import _core
+from kvxfer.config import Config
+from kvxfer.errors import HandshakeError, Status
+from kvxfer.handshake import (
+    PROTOCOL,
+    Deadline,
+    Frame,
+    Identity,
+    Transcript,
+    dial,
+    host_identity,
+    recv_frame,
+    send_frame,
+    session_token,
+)
+
+
+def offered_transports(config: Config) -> list[str]:
+    """Return the transports that these settings allow, best first."""
+    return ["shm", "tcp"] if config.transport == "auto" else [config.transport]
+
+
+def connect(
+    core: _core.Agent,
+    peer: int,
+    identity: Identity,
+    config: Config,
+    address: str,
+    name: str,
+    incarnation: int | None,
+) -> Identity:
+    """Connect to the agent `name` at `address` and hand the link to the core as `peer`.
+
+    Returns
+    -------
+    Identity
+        Of the agent that answered.
+
+    Raises
+    ------
+    HandshakeError
+        It cannot be reached, is another agent or incarnation, or refuses us.
+    """
+    deadline = Deadline(config.handshake_timeout)
+    try:
+        with dial(address, config, deadline) as sock:
+            return _converse(core, peer, identity, config, address, name, incarnation, sock, deadline)
+    except TimeoutError:
+        raise HandshakeError(
+            f"agent {name!r} at {address} did not finish the handshake within "
+            f"{config.handshake_timeout} s"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise HandshakeError(f"{address} answered with a malformed frame: {error!r}") from error
+    except HandshakeError:
+        raise
+    except OSError as error:
+        raise HandshakeError(f"lost {name!r} at {address} during the handshake: {error}") from error
+
+
+def _converse(
+    core: _core.Agent,
+    peer: int,
+    identity: Identity,
+    config: Config,
+    address: str,
+    name: str,
+    incarnation: int | None,
+    sock: socket.socket,
+    deadline: Deadline,
+) -> Identity:
+    hello: Frame = {
+        "kvxfer": PROTOCOL,
+        "kind": "peer",
+        **identity.frame(),
+        "nonce": os.urandom(16).hex(),
+        "host": host_identity(),
+        "transports": offered_transports(config),
+        "streams": config.tcp_streams,
+    }
+    send_frame(sock, hello, deadline)
+    reply = recv_frame(sock, deadline)
+    if reply["kvxfer"] != PROTOCOL:
+        raise HandshakeError(f"{address} speaks handshake {reply['kvxfer']}, this side {PROTOCOL}")
+    transcript = Transcript(config.secret, hello, reply)
+    transcript.check("producer", reply)
+    found = Identity.of(reply)
+    if found.name != name:
+        raise HandshakeError(f"{address} is agent {found.name!r}, not {name!r}", Status.STALE)
+    if incarnation is not None and found.incarnation != incarnation:
+        raise HandshakeError(
+            f"agent {name!r} has restarted since the ticket was issued (incarnation "
+            f"{incarnation:016x} then, {found.incarnation:016x} now): its offers are gone, "
+            "ask for a new ticket",
+            Status.STALE,
+        )
+    send_frame(sock, {"proof": transcript.proof("consumer")}, deadline)
+    chosen = recv_frame(sock, deadline)
+    key = transcript.session_key()
+    session, why = str(chosen["session"]), str(chosen["why"])
+    if chosen["transport"] == "shm":
+        control = _open_shm(core, str(chosen["socket"]), session, key, deadline)
+        core.attach_shm(
+            peer=peer,
+            control_fd=control.detach(),
+            arena_fd=-1,
+            arena_bytes=0,
+            incarnation=found.incarnation,
+            inbound=False,
+            why=why,
+        )
+    else:
+        streams = _open_streams(address, config, session, key, deadline)
+        core.attach_tcp(
+            peer=peer,
+            control_fd=sock.detach(),
+            data_fds=[stream.detach() for stream in streams],
+            incarnation=found.incarnation,
+            inbound=False,
+            why=why,
+        )
+    return found
+
+
+def _open_shm(
+    core: _core.Agent, name: str, session: str, key: bytes, deadline: Deadline
+) -> socket.socket:
+    arena = core.arena_fd()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline.remaining())
+        sock.connect("\0" + name)
+        hello: Frame = {"kind": "shm", "session": session, "token": session_token(key, "shm")}
+        hello["arena_bytes"] = core.arena_bytes()
+        send_frame(sock, hello, deadline)
+        socket.send_fds(sock, [b"a"], [arena])
+        recv_frame(sock, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _open_streams(
+    address: str, config: Config, session: str, key: bytes, deadline: Deadline
+) -> list[socket.socket]:
+    streams: list[socket.socket] = []
+    try:
+        for index in range(config.tcp_streams):
+            stream = dial(address, config, deadline)
+            streams.append(stream)
+            purpose = f"data{index}"
+            hello: Frame = {"kind": "data", "session": session, "index": index}
+            hello["token"] = session_token(key, purpose)
+            send_frame(stream, hello, deadline)
+        for stream in streams:
+            recv_frame(stream, deadline)
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    return streams

@@ -1,0 +1,301 @@
+"""Offers and fetches as their owners hold them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import Error, InvalidError, Status, TransferError
+
+if TYPE_CHECKING:
+    from kvxfer import _core
+    from kvxfer.cache import Cache
+    from kvxfer.ticket import Ticket
+
+# A wait is made of waits of this length, so that Ctrl-C and other signals get their turn.
+_SLICE = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a fetch did, and by which way."""
+
+    bytes: int
+    """Bytes of KV that were verified and written into the blocks."""
+    seconds: float
+    """From `Agent.fetch` to the end."""
+    chunks: int
+    path: str
+    """``"staged"``: through slots of the arena."""
+    transport: str
+    why: str
+    """Why this transport and not a better one."""
+    wire_order: str
+    """Axes on the wire, outermost first: L layer, P plane, T token tile, H kv head, N token."""
+    link: str
+    peers: tuple[str, ...]
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (1e9) a second."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+class _Handle:
+    """What offers and fetches have in common: they end, once."""
+
+    _core: _core.Offer | _core.Fetch
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def _ended(self) -> bool:
+        raise NotImplementedError
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable at the end, for poll() and event loops.
+
+        It belongs to the handle: don't read or close it.
+        """
+        return self._core.event_fd()
+
+    def _wait(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
+            if self._core.wait(max(left, 0.0)):
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+
+    async def _wait_async(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._ended:
+            return
+        ended = loop.create_future()
+        descriptor = self.fileno()
+        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+        try:
+            await ended
+        finally:
+            loop.remove_reader(descriptor)
+
+    def _run_callbacks(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class Fetch(_Handle):
+    """One request's KV on its way into local blocks. Ends by its deadline at the latest.
+
+    ``fetch.wait()`` or ``await fetch`` raise `TransferError` unless everything arrived and was
+    verified; ``fetch.done`` and ``fetch.status`` never raise. Made by `Agent.fetch`.
+    """
+
+    _core: _core.Fetch
+
+    def __init__(self, core: _core.Fetch, cache: Cache) -> None:
+        super().__init__()
+        self._core = core
+        self._cache = cache  # its memory is being written
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way. Then nothing writes into the blocks any more."""
+        return self._core.done
+
+    @property
+    def _ended(self) -> bool:
+        return self.done
+
+    @property
+    def status(self) -> Status | None:
+        """How it ended; None while it has not."""
+        return Status(self._core.status()[0]) if self.done else None
+
+    @property
+    def error(self) -> TransferError | None:
+        """The exception that `wait` would raise; None while running and after success."""
+        if not self.done:
+            return None
+        name, message = self._core.status()
+        return None if name == "OK" else TransferError(Status(name), message)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it has ended.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; left out, the fetch's own deadline ends the wait.
+
+        Raises
+        ------
+        TransferError
+            It ended without delivering: the blocks must not be used.
+        TimeoutError
+            `timeout` passed first. The fetch goes on.
+        """
+        if not self._wait(timeout):
+            raise TimeoutError(f"the fetch has not ended within {timeout} s; it goes on")
+        error = self.error
+        if error is not None:
+            raise error
+
+    def cancel(self) -> None:
+        """End it with CANCELLED, unless it has ended.
+
+        On return nothing writes into the blocks any more, now or later.
+        """
+        self._core.cancel()
+
+    def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
+        """Have `callback` called once by `Agent.poll` after the end, in the thread that polls."""
+        self._callbacks.append(lambda: callback(self))
+
+    @property
+    def report(self) -> Report:
+        """Bytes, seconds, path and transport so far."""
+        core = self._core.report()
+        return Report(
+            core.bytes,
+            core.seconds,
+            core.chunks,
+            core.path,
+            core.transport,
+            core.why,
+            core.wire_order,
+            core.link,
+            tuple(core.peers),
+        )
+
+    def __await__(self) -> Generator[None, None, None]:
+        return self._finish().__await__()
+
+    async def _finish(self) -> None:
+        try:
+            await self._wait_async()
+        except asyncio.CancelledError:
+            self.cancel()  # whoever wanted the blocks has gone: don't write into them behind his back
+            raise
+        self.wait()
+
+    def __repr__(self) -> str:
+        state = self.status.value if self.status else "running"
+        return f"<kvxfer.Fetch {state}>"
+
+
+class Offer(_Handle):
+    """The blocks of one request, kept for its consumers until released.
+
+    Don't reuse the blocks before `released` is true. As a context manager it releases at the end of
+    the block. Made by `Agent.offer`.
+    """
+
+    _core: _core.Offer
+
+    def __init__(self, core: _core.Offer, cache: Cache, ticket: Ticket) -> None:
+        super().__init__()
+        self._core = core
+        self._cache = cache  # its memory is being read
+        self._ticket = ticket
+
+    @property
+    def id(self) -> str:
+        return self._core.id
+
+    @property
+    def ticket(self) -> Ticket:
+        """What a consumer needs to fetch: a dict that survives JSON. Send it any way you like."""
+        return self._ticket
+
+    def mark_ready(self, layer: str | int) -> None:
+        """Say that a layer's KV is complete in the blocks: it may be sent from now on.
+
+        Parameters
+        ----------
+        layer
+            Its name, or its index in the cache.
+        """
+        if isinstance(layer, str):
+            layers = self._cache.layout.layers
+            if layer not in layers:
+                raise InvalidError(
+                    f"offer {self.id!r}: there is no layer {layer!r}; the cache has "
+                    f"{len(layers)}, the first is {layers[0]!r}"
+                )
+            layer = layers.index(layer)
+        self._core.mark_ready(layer)
+
+    def mark_all_ready(self) -> None:
+        """Say that all layers are complete."""
+        self._core.mark_all_ready()
+
+    def release(self) -> None:
+        """Withdraw it: running fetches of it end with CANCELLED."""
+        self._core.release()
+
+    @property
+    def released(self) -> bool:
+        """Whether the blocks may be reused: nobody reads them any more, now or later."""
+        return self._core.released
+
+    @property
+    def _ended(self) -> bool:
+        return self.released
+
+    @property
+    def status(self) -> Status | None:
+        """How it ended: OK when all expected consumers were served, EXPIRED, CANCELLED, CLOSED."""
+        return Status(self._core.outcome()[0]) if self.released else None
+
+    @property
+    def message(self) -> str:
+        """Why it ended, in words."""
+        return self._core.outcome()[1]
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Block until the blocks may be reused; return how the offer ended.
+
+        Raises
+        ------
+        TimeoutError
+            `timeout` seconds passed first. Left out, the lease ends the wait.
+        """
+        if not self._wait(timeout):
+            raise TimeoutError(f"offer {self.id!r} is not released after {timeout} s")
+        return Status(self._core.outcome()[0])
+
+    def add_released_callback(self, callback: Callable[[Offer], None]) -> None:
+        """Have `callback` called once by `Agent.poll` after the release, in the thread that polls."""
+        self._callbacks.append(lambda: callback(self))
+
+    def __await__(self) -> Generator[None, None, Status]:
+        return self._finish().__await__()
+
+    async def _finish(self) -> Status:
+        await self._wait_async()
+        return self.wait()
+
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+        if not self._wait(10.0):  # a pack of one chunk is all that can be under way
+            raise Error(f"offer {self.id!r}: a pack is still reading its blocks after 10 s")
+
+    def __repr__(self) -> str:
+        state = self.status.value if self.status else "open"
+        return f"<kvxfer.Offer {self.id!r} {state}>"

@@ -1,0 +1,304 @@
+"""The producer's side of the handshake: a listening address, and a thread that answers at it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import threading
+from dataclasses import dataclass, field
+
+from kvxfer import _core
+from kvxfer.config import Config
+from kvxfer.connector import offered_transports
+from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError
+from kvxfer.handshake import (
+    PROTOCOL,
+    Deadline,
+    Frame,
+    Identity,
+    Transcript,
+    bind_to_interface,
+    error_frame,
+    host_identity,
+    join_address,
+    recv_frame,
+    send_frame,
+    session_token,
+    split_address,
+)
+
+_MAX_HANDSHAKES = 64  # at once; more are turned away, so that nobody can fill the process with threads
+_MAX_STREAMS = 64
+
+
+@dataclass
+class _Session:
+    """A consumer that has proved itself and is opening its further connections."""
+
+    peer: Identity
+    key: bytes
+    why: str
+    streams: dict[int, socket.socket] = field(default_factory=dict)
+    expected: int = 0
+    complete: threading.Event = field(default_factory=threading.Event)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Listener:
+    """Accepts consumers for one agent.
+
+    Parameters
+    ----------
+    core, identity, config
+        Of the agent.
+    listen
+        ``"host:port"``; port 0 picks a free one.
+    """
+
+    def __init__(self, core: _core.Agent, identity: Identity, config: Config, listen: str) -> None:
+        host, port = split_address(listen)
+        if not _is_loopback(host) and config.secret is None and not config.insecure:
+            raise ConfigError(
+                f"listening on {listen} without a shared secret would let anybody who can reach it "
+                "read KV caches: set secret= (KVXFER_SECRET) on all agents, listen on 127.0.0.1, "
+                "or say insecure=True"
+            )
+        self._core, self._identity, self._config = core, identity, config
+        self._sessions: dict[str, _Session] = {}
+        self._lock = threading.Lock()
+        self._slots = threading.Semaphore(_MAX_HANDSHAKES)
+        self._tcp = self._bind(host, port)
+        try:
+            bound = self._tcp.getsockname()[1]
+            self.address = join_address(self._public_host(host), bound)
+            self._socket_name = f"kvxfer-{os.getpid()}-{secrets.token_hex(8)}"
+            self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._unix.bind("\0" + self._socket_name)
+            self._unix.listen(128)
+            self._wake_read, self._wake_write = socket.socketpair()
+        except BaseException:
+            self._tcp.close()
+            raise
+        self._thread = threading.Thread(target=self._accept, name="kvxfer-listen", daemon=True)
+        self._thread.start()
+
+    def _bind(self, host: str, port: int) -> socket.socket:
+        try:
+            family, kind, proto, _, target = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            sock = socket.socket(family, kind, proto)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bind_to_interface(sock, self._config)
+            sock.bind(target)
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            raise ResourceError(
+                f"cannot listen on {join_address(host, port)}: {error.strerror}"
+            ) from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _public_host(self, host: str) -> str:
+        if self._config.advertise is not None:
+            return self._config.advertise
+        return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+
+    def close(self) -> None:
+        """Stop listening. Handshakes under way end by their deadlines."""
+        self._wake_write.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._config.handshake_timeout)
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Close the descriptors only: for a forked child, where the thread does not exist."""
+        for sock in (self._tcp, self._unix, self._wake_read, self._wake_write):
+            sock.close()
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for sock in (self._tcp, self._unix, self._wake_read):
+                sock.setblocking(False)
+                selector.register(sock, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake_read:
+                        return
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._take(key.fileobj)
+
+    def _take(self, listening: socket.socket) -> None:
+        try:
+            connection, _ = listening.accept()
+        except OSError:
+            return  # it has gone again, or there are no descriptors left: the next one may fare better
+        if not self._slots.acquire(blocking=False):
+            connection.close()
+            return
+        serve = threading.Thread(
+            target=self._serve, args=(connection,), name="kvxfer-handshake", daemon=True
+        )
+        try:
+            serve.start()
+        except RuntimeError:  # no more threads
+            self._slots.release()
+            connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        deadline = Deadline(self._config.handshake_timeout)
+        try:
+            with connection:
+                try:
+                    self._answer(connection, deadline)
+                except HandshakeError as error:
+                    send_frame(connection, error_frame(error), deadline)
+                except Error as error:
+                    send_frame(connection, error_frame(HandshakeError(str(error))), deadline)
+        except (OSError, KeyError, TypeError, ValueError):
+            # A stranger, or a peer that went away: it is told by the closed connection.
+            pass
+        finally:
+            self._slots.release()
+
+    def _answer(self, connection: socket.socket, deadline: Deadline) -> None:
+        hello = recv_frame(connection, deadline)
+        if connection.family == socket.AF_UNIX:
+            self._take_shm(connection, hello, deadline)
+        elif hello["kind"] == "data":
+            self._take_stream(connection, hello, deadline)
+        else:
+            self._take_peer(connection, hello, deadline)
+
+    def _take_peer(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
+        if hello["kvxfer"] != PROTOCOL:
+            raise HandshakeError(f"this side speaks handshake {PROTOCOL}, not {hello['kvxfer']}")
+        reply: Frame = {"kvxfer": PROTOCOL, **self._identity.frame(), "nonce": os.urandom(16).hex()}
+        transcript = Transcript(self._config.secret, hello, reply)
+        send_frame(connection, {**reply, "proof": transcript.proof("producer")}, deadline)
+        transcript.check("consumer", recv_frame(connection, deadline))
+        transport, why = self._choose(hello)
+        name = secrets.token_hex(16)
+        session = _Session(Identity.of(hello), transcript.session_key(), why)
+        session.expected = int(hello["streams"])
+        if not 1 <= session.expected <= _MAX_STREAMS:
+            raise HandshakeError(f"{session.expected} data streams were asked for, 1 to {_MAX_STREAMS} can be had")
+        chosen: Frame = {"transport": transport, "why": why, "session": name}
+        chosen["socket"] = self._socket_name
+        with self._lock:
+            self._sessions[name] = session
+        try:
+            send_frame(connection, chosen, deadline)
+            if not session.complete.wait(deadline.remaining()):
+                return
+            if transport == "tcp":
+                self._attach_tcp(connection, session)
+        finally:
+            with self._lock:
+                self._sessions.pop(name, None)
+                for stream in session.streams.values():
+                    stream.close()
+
+    def _choose(self, hello: Frame) -> tuple[str, str]:
+        theirs, ours = list(hello["transports"]), offered_transports(self._config)
+        same_host = hello["host"] == host_identity()
+        if "shm" in theirs and "shm" in ours and same_host:
+            return "shm", "both agents run on one host"
+        if "tcp" in theirs and "tcp" in ours:
+            if "shm" in theirs and "shm" in ours:
+                return "tcp", "the agents run on different hosts, or in containers that share no network"
+            return "tcp", "one of the agents is set to tcp"
+        raise HandshakeError(
+            f"no transport in common: the consumer allows {', '.join(theirs)}, the producer "
+            f"{', '.join(ours)}{'' if same_host else ', and they are not on one host'}"
+        )
+
+    def _session(self, hello: Frame, purpose: str) -> _Session:
+        with self._lock:
+            session = self._sessions.get(str(hello["session"]))
+        if session is None or not secrets.compare_digest(
+            str(hello["token"]).encode(), session_token(session.key, purpose).encode()
+        ):
+            raise HandshakeError("the session of this connection is not known, or its token is wrong")
+        return session
+
+    def _take_shm(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
+        session = self._session(hello, "shm")
+        connection.settimeout(deadline.remaining())
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if len(descriptors) != 1:
+            raise HandshakeError("the consumer sent no arena")
+        # A socket object would refuse a memfd: this only owns the descriptor.
+        arena = os.fdopen(descriptors[0], "rb", buffering=0)
+        with arena:
+            self._attach_shm(connection, session, arena.fileno(), int(hello["arena_bytes"]), deadline)
+
+    def _attach_shm(
+        self,
+        connection: socket.socket,
+        session: _Session,
+        arena_fd: int,
+        arena_bytes: int,
+        deadline: Deadline,
+    ) -> None:
+        peer = self._core.add_peer(session.peer.name)
+        try:
+            send_frame(connection, {"ok": True}, deadline)
+            self._core.attach_shm(
+                peer=peer,
+                control_fd=connection.detach(),
+                arena_fd=os.dup(arena_fd),
+                arena_bytes=arena_bytes,
+                incarnation=session.peer.incarnation,
+                inbound=True,
+                why=session.why,
+            )
+        except BaseException:
+            self._core.fail_peer(peer, "UNREACHABLE", "the handshake failed")
+            raise
+        session.complete.set()
+
+    def _take_stream(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
+        index = int(hello["index"])
+        session = self._session(hello, f"data{index}")
+        send_frame(connection, {"ok": True}, deadline)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            if index in session.streams or not 0 <= index < session.expected:
+                raise HandshakeError(f"data stream {index} was not expected")
+            session.streams[index] = socket.socket(fileno=connection.detach())
+            if len(session.streams) == session.expected:
+                session.complete.set()
+
+    def _attach_tcp(self, connection: socket.socket, session: _Session) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = self._core.add_peer(session.peer.name)
+        with self._lock:
+            streams = [session.streams.pop(index) for index in range(session.expected)]
+        try:
+            self._core.attach_tcp(
+                peer=peer,
+                control_fd=connection.detach(),
+                data_fds=[stream.detach() for stream in streams],
+                incarnation=session.peer.incarnation,
+                inbound=True,
+                why=session.why,
+            )
+        except BaseException:
+            self._core.fail_peer(peer, "UNREACHABLE", "the handshake failed")
+            raise

@@ -1,0 +1,38 @@
+"""Which transports there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from kvxfer import _core
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """A transport and whether it can be used here."""
+
+    name: str
+    available: bool
+    why: str
+    """What it is for, or why it is not available and what to do."""
+
+
+def _shm() -> Transport:
+    if not hasattr(os, "memfd_create"):
+        return Transport("shm", False, "this Python was built for a C library without memfd_create")
+    return Transport("shm", True, "processes of one host; packs straight into the consumer's memory")
+
+
+def transports() -> dict[str, Transport]:
+    """Return all transports by name, those that cannot be used here too, with the reason."""
+    found = [
+        Transport("loopback", True, "agents of one process; for tests"),
+        _shm(),
+        Transport("tcp", True, "any two hosts; several streams a peer"),
+    ]
+    back_ends = _core.build_info()["back_ends"]
+    for name in ("verbs", "ucx"):
+        state = back_ends[name]
+        found.append(Transport(name, state["state"] == "on", state["reason"]))
+    return {transport.name: transport for transport in found}
