@@ -4,10 +4,12 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -47,6 +49,7 @@ struct EventLoop::State {
   std::unordered_map<int, std::shared_ptr<Entry>> entries;  // guarded by mutex
   std::shared_ptr<Entry> running;                           // guarded by mutex
   std::vector<Task> tasks;                                  // guarded by mutex
+  std::multimap<TimePoint, Task> timers;                    // guarded by mutex
   uint32_t next_serial = 0;                                 // guarded by mutex
   bool signalled = false;                                   // guarded by mutex
   bool stopping = false;                                    // guarded by mutex
@@ -76,6 +79,11 @@ struct EventLoop::State {
         return false;
       }
       batch.swap(tasks);
+      if (!timers.empty()) {
+        const auto due = timers.upper_bound(Clock::now());
+        for (auto it = timers.begin(); it != due; ++it) batch.push_back(std::move(it->second));
+        timers.erase(timers.begin(), due);
+      }
     }
     for (Task& task : batch) {
       task();
@@ -121,12 +129,15 @@ struct EventLoop::State {
       next = current ? (*current)() : kNever;
       const std::lock_guard lock(mutex);
       more_tasks = !tasks.empty() || stopping;
+      if (!timers.empty()) next = std::min(next, timers.begin()->first);
     }
     // What the handlers captured is destroyed here, outside the lock, for it may call back.
     std::unordered_map<int, std::shared_ptr<Entry>> forgotten;
+    std::multimap<TimePoint, Task> dropped;
     {
       const std::lock_guard lock(mutex);
       forgotten.swap(entries);
+      dropped.swap(timers);
     }
     tick = nullptr;
   }
@@ -199,6 +210,16 @@ bool EventLoop::post(Task task) {
   if (state.stopped) return false;
   state.tasks.push_back(std::move(task));
   if (!in_loop()) state.signal_locked();
+  return true;
+}
+
+bool EventLoop::post_at(TimePoint when, Task task) {
+  State& state = *state_;
+  if (state.foreign()) return false;
+  const std::lock_guard lock(state.mutex);
+  if (state.stopped) return false;
+  const auto timer = state.timers.emplace(when, std::move(task));
+  if (timer == state.timers.begin() && !in_loop()) state.signal_locked();
   return true;
 }
 

@@ -46,6 +46,9 @@ class EventLoop {
   // loop has stopped; what was accepted is run.
   bool post(Task task);
 
+  // The same, not before `when`. What is not yet due when the loop stops is dropped.
+  bool post_at(TimePoint when, Task task);
+
   // Makes the loop go round once, so that the tick is called.
   void wake();
 
