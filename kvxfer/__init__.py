@@ -1,0 +1,52 @@
+"""kvxfer moves a request's KV cache from the engine that prefilled it to the one that decodes it.
+
+The prefill side makes an `Agent`, registers its `Cache` and offers a request's blocks; the decode
+side fetches them with the offer's ticket. See the README for a first example.
+"""
+
+from kvxfer import _core
+from kvxfer.agent import Agent
+from kvxfer.cache import Cache
+from kvxfer.config import Config
+from kvxfer.errors import (
+    ClosedError,
+    ConfigError,
+    Error,
+    HandshakeError,
+    InvalidError,
+    LayoutError,
+    ResourceError,
+    Status,
+    TicketError,
+    TransferError,
+)
+from kvxfer.handles import Fetch, Offer, Report
+from kvxfer.ticket import AgentRef, Ticket, issue_ticket
+from kvxfer.transports import Transport, transports
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "Agent",
+    "AgentRef",
+    "Cache",
+    "ClosedError",
+    "Config",
+    "ConfigError",
+    "Error",
+    "Fetch",
+    "HandshakeError",
+    "InvalidError",
+    "LayoutError",
+    "Offer",
+    "Report",
+    "ResourceError",
+    "Status",
+    "Ticket",
+    "TicketError",
+    "TransferError",
+    "Transport",
+    "__version__",
+    "issue_ticket",
+    "transports",
+]

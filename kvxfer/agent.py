@@ -1,0 +1,521 @@
+"""The agent: one endpoint of transfers in one process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvxfer import _core
+from kvxfer.cache import Cache
+from kvxfer.config import Config
+from kvxfer.connector import connect
+from kvxfer.cover import cover
+from kvxfer.errors import (
+    ClosedError,
+    ConfigError,
+    HandshakeError,
+    InvalidError,
+    Status,
+    TicketError,
+)
+from kvxfer.handles import Fetch, Offer
+from kvxfer.handshake import Identity
+from kvxfer.listener import Listener
+from kvxfer.ticket import AgentRef, Ticket, issue_ticket, parse_ticket
+
+_LOOPBACK = "loopback:"
+
+# Every open agent of this process: closed at exit, and told of a fork.
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+class _Peer:
+    """A producer that this agent is connected, or being connected, to."""
+
+    def __init__(self, core_id: int) -> None:
+        self.id = core_id
+        self.identity: Identity | None = None
+        self.failure: HandshakeError | None = None
+        self.settled = threading.Event()
+
+
+class Agent:
+    """One endpoint, which offers and fetches KV caches.
+
+    Parameters
+    ----------
+    name
+        Unique among the agents that meet, and the same after a restart: ``"prefill-0"``.
+    listen
+        ``"host:port"`` where consumers connect; port 0 picks a free one. None for an agent that
+        only fetches. ``"loopback:"`` for agents of one process, with ``transport="loopback"``.
+    config
+        Settings; `Config()`, which reads the environment, when left out.
+    **knobs
+        Single settings, as ``secret="..."``; they win over `config`.
+
+    Examples
+    --------
+    >>> prefill = kvxfer.Agent("prefill-0", listen="127.0.0.1:0")
+    >>> cache = prefill.register(kvxfer.Cache({"layer.0": (k, v)}, axes="BHNC"))
+    >>> offer = prefill.offer(cache, blocks=[3, 9, 12], num_tokens=700)
+    >>> fetch = decode.fetch(offer.ticket, other_cache, blocks=[7, 1, 4])
+    >>> fetch.wait()
+    """
+
+    def __init__(
+        self, name: str, *, listen: str | None = None, config: Config | None = None, **knobs: Any
+    ) -> None:
+        self._config = (config or Config()).replace(**knobs)
+        self._identity = Identity(name, secrets.randbits(64))
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener: Listener | None = None
+        self._caches: dict[Cache, int] = {}
+        self._peers: dict[tuple[str, str], _Peer] = {}  # by address and name
+        self._handles: weakref.WeakValueDictionary[int, Fetch | Offer] = (
+            weakref.WeakValueDictionary()
+        )
+        loopback = self._config.transport == "loopback"
+        if listen is not None and loopback != listen.startswith(_LOOPBACK):
+            raise ConfigError(
+                f"listen={listen!r} does not go with transport={self._config.transport!r}: "
+                "loopback: is for agents of one process with transport='loopback'"
+            )
+        options = self._config.core_options(name, self._identity.incarnation)
+        self._core = _core.Agent(options)
+        try:
+            if listen is None:
+                self._address: str | None = None
+            elif loopback:
+                self._address = f"{_LOOPBACK}{self._identity.incarnation:016x}"
+            else:
+                self._listener = Listener(self._core, self._identity, self._config, listen)
+                self._address = self._listener.address
+        except BaseException:
+            self._core.close()
+            raise
+        _agents.add(self)
+
+    @property
+    def name(self) -> str:
+        return self._identity.name
+
+    @property
+    def incarnation(self) -> int:
+        """A number that is new at each start, by which old tickets are told from new ones."""
+        return self._identity.incarnation
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def address(self) -> str:
+        """Where consumers connect: what tickets name."""
+        if self._address is None:
+            raise InvalidError(
+                f"agent {self.name!r} does not listen, so it cannot offer: make it with "
+                "listen='127.0.0.1:0'"
+            )
+        return self._address
+
+    def reference(
+        self, *, layers: Sequence[str] | None = None, heads: tuple[int, int] | None = None
+    ) -> AgentRef:
+        """Return how a ticket names this agent; `layers` and `heads` when it holds only a slice."""
+        return AgentRef(
+            name=self.name,
+            address=self.address,
+            incarnation=self.incarnation,
+            layers=None if layers is None else tuple(layers),
+            heads=heads,
+        )
+
+    def register(self, cache: Cache) -> Cache:
+        """Register an engine's cache, once, before offers and fetches name it. Returns it."""
+        with self._lock:
+            self._check_open()
+            if cache not in self._caches:
+                self._caches[cache] = self._core.register_cache(cache.layout)
+        return cache
+
+    def unregister(self, cache: Cache) -> None:
+        """Forget a cache, so that its memory may be freed.
+
+        Raises
+        ------
+        InvalidError
+            Offers or fetches still use it, or it is not registered.
+        """
+        with self._lock:
+            self._core.unregister_cache(self._cache_id(cache))
+            del self._caches[cache]
+
+    def offer(
+        self,
+        cache: Cache,
+        blocks: Iterable[int],
+        num_tokens: int | None = None,
+        *,
+        id: str | None = None,  # noqa: A002 - the word of the design
+        ticket: Ticket | None = None,
+        first_token: int = 0,
+        lease: float = 30.0,
+        consumers: int = 1,
+        ready: bool = True,
+    ) -> Offer:
+        """Offer the KV of one request. Its blocks must not change until the offer is released.
+
+        Parameters
+        ----------
+        cache
+            A registered cache.
+        blocks
+            Block ids, in the order of the tokens; token `first_token` is in slot 0 of the first.
+        num_tokens
+            Tokens on offer; the last block may be partly filled.
+        id
+            Unique among the open offers of this agent, as a request id. Drawn when left out.
+        ticket
+            From `issue_ticket`, when the ticket was made elsewhere: id, generation and tokens come
+            from it.
+        lease
+            Seconds after which the blocks are released if no consumer was heard from.
+        consumers
+            Fetches after which the offer has done its duty and is released.
+        ready
+            False: the KV is still being computed, and `Offer.mark_ready` tells layer by layer.
+
+        Raises
+        ------
+        InvalidError
+            Blocks out of range or too few, an id in use, a cache that is not registered.
+        """
+        if ticket is None:
+            if num_tokens is None:
+                raise InvalidError("offer() needs num_tokens, or a ticket that says them")
+            # A ticket made here covers all that the cache holds.
+            layout = cache.layout
+            heads = (layout.first_head, layout.first_head + layout.num_heads)
+            ticket = issue_ticket(
+                id if id is not None else secrets.token_hex(8),
+                [self.reference(heads=heads)],
+                num_tokens=num_tokens,
+                first_token=first_token,
+                model=layout.model,
+                secret=self._config.secret,
+            )
+        parsed = parse_ticket(ticket, self._config.secret)
+        with self._lock:
+            core = self._core.offer(
+                id=parsed.offer_id,
+                generation=parsed.generation,
+                cache=self._cache_id(cache),
+                table=_block_table(blocks, parsed.first_token, 0),
+                num_tokens=parsed.num_tokens,
+                lease=lease,
+                consumers=consumers,
+                ready=ready,
+            )
+            offer = Offer(core, cache, ticket)
+            self._handles[core.handle] = offer
+        return offer
+
+    def fetch(
+        self,
+        ticket: Ticket,
+        cache: Cache,
+        blocks: Iterable[int],
+        *,
+        tokens: slice | None = None,
+        first_slot: int | None = None,
+        timeout: float = 30.0,
+        codec: str = "raw",
+    ) -> Fetch:
+        """Start to fetch the KV of an offer into local blocks; returns at once.
+
+        All layers and kv heads of `cache` are fetched, from whichever agents of the ticket hold
+        them. What is in the last block behind the last token is zeroed.
+
+        Parameters
+        ----------
+        ticket
+            From `Offer.ticket` or `issue_ticket`.
+        cache
+            A registered cache. Its block size, axis order and plane arrangement may differ from the
+            producer's; model, element type, planes and head size may not.
+        blocks
+            Block ids, distinct; more than needed are left alone.
+        tokens
+            Positions in the request, as ``slice(512, 4096)`` when a prefix is here already. Left
+            out: all that are on offer. ``blocks[0]`` is the block of the first of them.
+        first_slot
+            Slot of the first token in ``blocks[0]``; its position modulo the block size when left
+            out, as in a paged cache.
+        timeout
+            Seconds until the fetch fails with TIMEOUT.
+        codec
+            Encoding on the wire; ``"raw"`` sends elements as they are.
+
+        Raises
+        ------
+        TicketError
+            The ticket is damaged, forged, of another version or another model, or its agents don't
+            hold all of the cache's layers and heads.
+        InvalidError
+            Blocks out of range, repeated or too few; tokens not on offer; a cache that is not
+            registered.
+        """
+        parsed = parse_ticket(ticket, self._config.secret)
+        layout = cache.layout
+        if codec != "raw":
+            raise InvalidError(f"codec {codec!r} is not known; this version has raw")
+        if parsed.model and layout.model and parsed.model != layout.model:
+            raise TicketError(
+                f"ticket for offer {parsed.offer_id!r} is for model {parsed.model!r}, the cache is "
+                f"of {layout.model!r}"
+            )
+        begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
+        slot = begin % layout.block_size if first_slot is None else first_slot
+        table = _block_table(blocks, begin, slot)
+        heads = (layout.first_head, layout.first_head + layout.num_heads)
+        spread = zlib.crc32(self.name.encode())
+        parts = cover(parsed.agents, layout.layers, heads, spread)
+        with self._lock:
+            cache_id = self._cache_id(cache)
+            # Checks come before the first connection is made.
+            table.validate(layout, begin, end, True)
+            peers = {agent: self._peer(parsed.agents[agent]) for agent, *_ in parts}
+            core = self._core.fetch(
+                offer_id=parsed.offer_id,
+                generation=parsed.generation,
+                cache=cache_id,
+                table=table,
+                num_tokens=end - begin,
+                timeout=timeout,
+                parts=[(peers[agent].id, layers, *held) for agent, layers, *held in parts],
+            )
+            fetch = Fetch(core, cache)
+            self._handles[core.handle] = fetch
+        return fetch
+
+    def renew(self, ticket: Ticket) -> None:
+        """Extend the lease of an offer that is to be fetched later, where its agents are connected.
+
+        A running fetch renews by itself.
+        """
+        parsed = parse_ticket(ticket, self._config.secret)
+        with self._lock:
+            self._check_open()
+            for agent in parsed.agents:
+                peer = self._peer(agent)
+                self._core.renew(peer.id, parsed.offer_id, parsed.generation)
+
+    def connect(self, name: str, address: str) -> None:
+        """Connect to a producer ahead of the first fetch, and wait for it.
+
+        Raises
+        ------
+        HandshakeError
+            It cannot be reached, is another agent, or refuses us.
+        """
+        with self._lock:
+            self._check_open()
+            peer = self._peer(AgentRef(name=name, address=address))
+        peer.settled.wait()  # bounded by the handshake's own deadline
+        if peer.failure is not None:
+            raise peer.failure
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something, for loops of engines."""
+        self._check_open()
+        return self._core.event_fd()
+
+    def poll(self) -> list[Fetch | Offer]:
+        """Return the fetches and offers that have ended since the last call; runs their callbacks.
+
+        Collects from the first call of `fileno` on. Handles that nobody holds any more are left out.
+        """
+        self.fileno()
+        found = [self._handles.get(handle) for handle in self._core.poll()]
+        ended = [handle for handle in found if handle is not None]
+        for handle in ended:
+            handle._run_callbacks()  # noqa: SLF001 - ours
+        return ended
+
+    @property
+    def stats(self) -> _core.AgentStats:
+        """Counts of what the agent holds: offers, fetches, peers, slots, bytes."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """End everything with CLOSED, tell the peers, join the threads. About a second at worst.
+
+        On return no memory of any cache is read or written any more.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+        self._core.close()
+        self._caches.clear()
+        _agents.discard(self)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = self._address or "not listening"
+        return f"<kvxfer.Agent {self.name!r} {'closed' if self._closed else where}>"
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"agent {self.name!r} was made before a fork() and does not exist in the child: "
+                "make a new agent there, or start the child with spawn instead of fork"
+            )
+        if self._closed:
+            raise ClosedError(f"agent {self.name!r} is closed")
+
+    def _cache_id(self, cache: Cache) -> int:
+        self._check_open()
+        known = self._caches.get(cache)
+        if known is None:
+            raise InvalidError(f"{cache!r} is not registered with agent {self.name!r}: register() it")
+        return known
+
+    def _peer(self, agent: AgentRef) -> _Peer:
+        """Return the connection to an agent, which may have just been begun. Needs the lock."""
+        key = (agent.address, agent.name)
+        peer = self._peers.get(key)
+        if peer is not None and self._core.peer_alive(peer.id):
+            known = peer.identity
+            if known is None or agent.incarnation in (None, known.incarnation):
+                return peer
+            # An older ticket, or the news of a restart has not arrived yet: ask who is there. The
+            # connection that works is kept until the answer is here.
+            return self._dial(agent)
+        peer = self._peers[key] = self._dial(agent)
+        return peer
+
+    def _dial(self, agent: AgentRef) -> _Peer:
+        peer = _Peer(self._core.add_peer(agent.name))
+        if agent.address.startswith(_LOOPBACK):
+            self._connect_loopback(agent, peer)
+        else:
+            threading.Thread(
+                target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
+            ).start()
+        return peer
+
+    def _connect(self, agent: AgentRef, peer: _Peer) -> None:
+        try:
+            identity = connect(
+                self._core,
+                peer.id,
+                self._identity,
+                self._config,
+                agent.address,
+                agent.name,
+                agent.incarnation,
+            )
+            with self._lock:
+                peer.identity = identity
+                self._peers[(agent.address, agent.name)] = peer
+        except HandshakeError as error:
+            self._fail(peer, error)
+        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
+            self._fail(peer, HandshakeError(f"connecting to {agent.name!r}: {error}"))
+        finally:
+            peer.settled.set()
+
+    def _connect_loopback(self, agent: AgentRef, peer: _Peer) -> None:
+        producer = next((a for a in _agents if a._address == agent.address), None)  # noqa: SLF001
+        if producer is None or producer.name != agent.name:
+            error = HandshakeError(
+                f"agent {agent.name!r} is not in this process, which loopback is for", Status.STALE
+            )
+            self._fail(peer, error)
+        else:
+            self._attach_loopback(producer, peer, _core.LoopbackFaults())
+        peer.settled.set()
+
+    def _attach_loopback(self, producer: Agent, peer: _Peer, faults: _core.LoopbackFaults) -> None:
+        peer.identity = producer._identity  # noqa: SLF001
+        _core.Agent.attach_loopback(
+            consumer=self._core,
+            consumer_peer=peer.id,
+            consumer_incarnation=self.incarnation,
+            producer=producer._core,  # noqa: SLF001
+            producer_peer=producer._core.add_peer(self.name),  # noqa: SLF001
+            producer_incarnation=producer.incarnation,
+            faults=faults,
+        )
+
+    def _fail(self, peer: _Peer, error: HandshakeError) -> None:
+        peer.failure = error
+        try:
+            self._core.fail_peer(peer.id, error.status.value, str(error))
+        except ClosedError:
+            pass  # then everything that waited has been told already
+
+
+def _block_table(blocks: Iterable[int], first_token: int, first_slot: int) -> _core.BlockTable:
+    listed = blocks.tolist() if hasattr(blocks, "tolist") else [int(block) for block in blocks]
+    if any(block < 0 for block in listed):
+        raise InvalidError(f"block ids are not negative: {min(listed)}")
+    return _core.BlockTable(listed, first_token, first_slot)
+
+
+def _token_range(tokens: slice | None, first: int, count: int) -> tuple[int, int]:
+    begin, end = first, first + count
+    if tokens is not None:
+        if tokens.step not in (None, 1):
+            raise InvalidError(f"tokens={tokens} has a step: only runs of tokens can be fetched")
+        begin = begin if tokens.start is None else int(tokens.start)
+        end = end if tokens.stop is None else int(tokens.stop)
+    if begin < first or end > first + count or begin >= end:
+        raise InvalidError(
+            f"tokens [{begin}, {end}) were asked for, on offer are [{first}, {first + count})"
+        )
+    return begin, end
+
+
+def _close_all() -> None:
+    for agent in list(_agents):
+        agent.close()
+
+
+def _after_fork_in_child() -> None:
+    # The core has closed its own descriptors; a listening socket held here would keep the parent's
+    # port open after its death.
+    for agent in list(_agents):
+        agent._lock = threading.Lock()  # noqa: SLF001 - its holder may not exist here
+        listener = agent._listener  # noqa: SLF001
+        if listener is not None:
+            listener.close_sockets()
+    _agents.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
