@@ -36,8 +36,9 @@ struct Segment {
   size_t stripes = 0;
 };
 
-// Works through segments[0, count) in order and prefetches the sources of the `ahead` segments behind
-// them, which must be readable as array elements.
+// Works through segments[0, count) in order. The copies prefetch the sources of the `ahead` segments
+// behind, which must be readable as array elements; the streaming moves, whose source is a wire
+// buffer in one piece, leave that to the hardware.
 using MoveSegments = void (*)(const Segment* segments, size_t count, size_t ahead, DigestState& state);
 
 // One SIMD variant. The streaming moves write past the caches and end with a store fence.

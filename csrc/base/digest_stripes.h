@@ -21,15 +21,6 @@
 namespace kvxfer {
 namespace {
 
-// Enough for the hardware's prefetcher to take over. It stops at the end of a run and so would miss
-// the start of the next.
-constexpr size_t kPrefetchStripes = 16;
-
-KVXFER_STRIPE_INLINE void prefetch(const Segment& segment) {
-  const size_t stripes = segment.stripes < kPrefetchStripes ? segment.stripes : kPrefetchStripes;
-  for (size_t i = 0; i < stripes; ++i) __builtin_prefetch(segment.from + i * kStripe, 0, 3);
-}
-
 template <class Stripe>
 KVXFER_TARGET void digest_stripes(const std::byte* from, size_t stripes, DigestState& state) {
   auto sums = Stripe::load(state);
@@ -42,9 +33,14 @@ KVXFER_STRIPE_INLINE void add_stripe(typename Stripe::Sums& sums, const std::byt
   if constexpr (kDigest) Stripe::add(sums, from);
 }
 
+// One prefetch a stripe, into a segment further on (`later`). The hardware's prefetcher stops where a
+// run ends; many prefetches at once would hold up the loads that are needed now. Prefetching past
+// the end of a short segment does no harm.
 template <class Stripe, bool kDigest>
-KVXFER_STRIPE_INLINE void copy_segment(typename Stripe::Sums& sums, const Segment& segment) {
+KVXFER_STRIPE_INLINE void copy_segment(typename Stripe::Sums& sums, const Segment& segment,
+                                       const Segment& later) {
   for (size_t i = 0; i < segment.stripes * kStripe; i += kStripe) {
+    __builtin_prefetch(later.from + i);
     add_stripe<Stripe, kDigest>(sums, segment.from + i);
     Stripe::move(segment.to + i, segment.from + i);
   }
@@ -73,15 +69,14 @@ KVXFER_STRIPE_INLINE void stream_segment(typename Stripe::Sums& sums, const Segm
 }
 
 template <class Stripe, bool kDigest, bool kStream>
-KVXFER_TARGET void move_segments(const Segment* segments, size_t count, size_t ahead,
-                                 DigestState& state) {
+KVXFER_TARGET void move_segments(const Segment* segments, size_t count,
+                                 [[maybe_unused]] size_t ahead, DigestState& state) {
   auto sums = Stripe::load(state);
   for (size_t s = 0; s < count; ++s) {
-    prefetch(segments[s + ahead]);
     if constexpr (kStream) {
       stream_segment<Stripe, kDigest>(sums, segments[s]);
     } else {
-      copy_segment<Stripe, kDigest>(sums, segments[s]);
+      copy_segment<Stripe, kDigest>(sums, segments[s], segments[s + ahead]);
     }
   }
   if constexpr (kStream) Stripe::fence();
