@@ -3,12 +3,11 @@
 
 PY := .venv/bin/python
 ARGS ?=
-CXX_FILES = $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'bindings/*.h' \
-  'bindings/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc' | sort -u)
+CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(folder)/*.h $(folder)/*.cc))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test build build-tests lint-tools lint format types layers sanitize bench wheel clean
+.PHONY: help demo test build build-tests test-tools lint-tools lint format types layers sanitize bench wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,9 +18,11 @@ build:  ## set up .venv, build the extension, install the package as editable
 	@tools/build.sh release
 	@tools/editable.sh
 
-build-tests:
+test-tools:
 	@tools/system.sh --tests
 	@tools/venv.sh build numpy test
+
+build-tests: test-tools
 	@tools/build.sh release --tests
 	@tools/editable.sh
 
@@ -34,8 +35,9 @@ test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" go
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
 
-lint-tools: build
-	@tools/venv.sh lint
+lint-tools:
+	@tools/system.sh
+	@tools/venv.sh build numpy lint
 
 lint: lint-tools  ## ruff, clang-format and codespell, without changing anything
 	@$(PY) -m ruff check .
@@ -51,10 +53,10 @@ format: lint-tools  ## let ruff and clang-format put the files in order
 types: lint-tools  ## mypy --strict over kvxfer/ and integrations/
 	@$(PY) -m mypy
 
-layers: build  ## check who may include whom (docs/architecture.md)
+layers: lint-tools  ## check who may include whom (docs/architecture.md)
 	@$(PY) tools/check_layers.py
 
-sanitize: build-tests  ## run the tests under ASan and UBSan, the C++ tests under TSan too
+sanitize: test-tools  ## run the tests under ASan and UBSan, the C++ tests under TSan too
 	@tools/sanitize.sh $(ARGS)
 
 bench: build  ## run the transfer benchmark

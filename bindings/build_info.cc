@@ -41,9 +41,10 @@ py::dict build_info() {
 
 void register_build_info(py::module_& module) {
   module.attr("__version__") = KVXFER_VERSION;
-  module.def("build_info", &build_info,
-             "How this extension was built: version, compiler, build type, sanitizers, and for each "
-             "optional back end its state (\"on\", \"off\") and the reason.");
+  module.def(
+      "build_info", &build_info,
+      "How this extension was built: version, compiler, build type, sanitizers, and for each "
+      "optional back end its state (\"on\", \"off\") and the reason.");
 }
 
 }  // namespace kvxfer::bindings

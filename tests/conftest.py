@@ -27,8 +27,8 @@ hypothesis.settings.load_profile(
 )
 
 # pytest-timeout fails the test from a signal handler. That can't run while the main thread is stuck
-# in native code, so behind it stands a thread that needs no interpreter: after this many more seconds
-# it prints the stack of every thread and ends the process.
+# in native code, so behind it stands a thread that needs no interpreter: after this many more
+# seconds it prints the stack of every thread and ends the process.
 GRACE_SECONDS = 20.0
 
 _stderr_fd = pytest.StashKey[int]()
@@ -53,7 +53,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     marker = item.get_closest_marker("timeout")
-    limit = float(marker.args[0]) if marker and marker.args else float(item.config.getini("timeout"))
+    limit = float(marker.args[0] if marker and marker.args else item.config.getini("timeout"))
     if limit > 0:
         faulthandler.dump_traceback_later(
             limit + GRACE_SECONDS, exit=True, file=item.config.stash[_stderr_fd]

@@ -33,8 +33,6 @@ options=(
   "-Dpybind11_DIR=$(python -m pybind11 --cmakedir)"
   "-DKVXFER_WERROR=${KVXFER_WERROR:-OFF}"
 )
-# Once a tree has tests it keeps them, so that `make demo` after `make test` configures nothing anew.
-[[ $tests == ON || $module == OFF ]] && options+=(-DKVXFER_BUILD_TESTS=ON)
 for name in UCX VERBS HIP CUDA; do
   option=KVXFER_WITH_$name
   options+=("-D$option=${!option:-auto}")
@@ -42,6 +40,11 @@ done
 
 mkdir -p "$dir"
 asked="$CXX ${options[*]}"
+# Once a tree has tests it keeps them, so that `make demo` after `make test` configures nothing anew.
+if [[ $tests == ON ]] && ! grep -qs '^KVXFER_BUILD_TESTS:BOOL=ON' "$dir/CMakeCache.txt"; then
+  options+=(-DKVXFER_BUILD_TESTS=ON)
+  rm -f "$dir/asked"
+fi
 if ! [[ -f $dir/build.ninja && -f $dir/asked && "$(<"$dir/asked")" == "$asked" ]]; then
   say "configuring $dir"
   # CMake can't change the compiler of a tree that exists.
@@ -57,7 +60,7 @@ fi
 say "building $dir"
 targets=()
 [[ $module == ON ]] && targets+=(_core)
-[[ $tests == ON || $module == OFF ]] && targets+=(kvxfer_tests)
+[[ $tests == ON ]] && targets+=(kvxfer_tests)
 compile() {
   NINJA_STATUS='  [%f/%t] ' cmake --build "$dir" --parallel "$(jobs)" --target "${targets[@]}"
 }

@@ -60,7 +60,7 @@ say "Python tests under ASan and UBSan"
 ) || { show_reports; exit 1; }
 show_reports
 
-tools/build.sh tsan
+tools/build.sh tsan --tests
 say "C++ tests under TSan"
 # TSan of g++ 12 can't place its shadow memory where the kernel randomises addresses by 32 bits.
 fixed_addresses=()

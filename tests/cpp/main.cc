@@ -1,6 +1,8 @@
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <chrono>
 #include <condition_variable>
+#include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -39,10 +41,13 @@ class Watchdog {
     std::unique_lock lock(mutex_);
     while (!done_) {
       const uint64_t seen = generation_;
-      const bool moved = changed_.wait_for(lock, limit_, [&] { return done_ || generation_ != seen; });
+      const bool moved =
+          changed_.wait_for(lock, limit_, [&] { return done_ || generation_ != seen; });
       if (!moved && !name_.empty()) {
         std::fprintf(stderr, "test \"%s\" ran for more than %lld s: aborting\n", name_.c_str(),
                      static_cast<long long>(limit_.count()));
+        lock.unlock();
+        std::signal(SIGABRT, SIG_DFL);  // doctest's handler would run listeners in this thread
         std::abort();
       }
     }
@@ -70,7 +75,9 @@ class WatchdogListener : public doctest::IReporter {
   void report_query(const doctest::QueryData&) override {}
   void test_run_start() override {}
   void test_run_end(const doctest::TestRunStats&) override {}
-  void test_case_start(const doctest::TestCaseData& test) override { g_watchdog->begin(test.m_name); }
+  void test_case_start(const doctest::TestCaseData& test) override {
+    g_watchdog->begin(test.m_name);
+  }
   void test_case_reenter(const doctest::TestCaseData&) override {}
   void test_case_end(const doctest::CurrentTestCaseStats&) override { g_watchdog->end(); }
   void test_case_exception(const doctest::TestCaseException&) override {}
