@@ -31,7 +31,7 @@ demo: build  ## move a KV cache between two processes (ARGS="--json" passes opti
 
 test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" goes to pytest)
 	@echo "==> C++ tests"
-	@build/release/kvxfer_tests --minimal
+	@build/release/kvxfer_tests --no-intro
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
 

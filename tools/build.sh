@@ -17,8 +17,9 @@ tests=OFF
 build_type=RelWithDebInfo
 module=ON
 sanitize=
+werror=OFF  # g++ sees ghosts in instrumented code
 case $flavour in
-  release) build_type=Release ;;
+  release) build_type=Release werror=${KVXFER_WERROR:-OFF} ;;
   asan) sanitize=address,undefined ;;
   tsan) sanitize=thread module=OFF ;;
   *) die "unknown flavour '$flavour': release, asan or tsan" ;;
@@ -31,7 +32,7 @@ options=(
   -DKVXFER_BUILD_MODULE=$module
   "-DPython_EXECUTABLE=$PWD/.venv/bin/python"
   "-Dpybind11_DIR=$(python -m pybind11 --cmakedir)"
-  "-DKVXFER_WERROR=${KVXFER_WERROR:-OFF}"
+  -DKVXFER_WERROR=$werror
 )
 for name in UCX VERBS HIP CUDA; do
   option=KVXFER_WITH_$name

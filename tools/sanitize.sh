@@ -34,7 +34,7 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$reports/ubsan
 asan_options=strict_string_checks=1:detect_stack_use_after_return=1:handle_segv=2:log_path=$reports/asan
 
 say "C++ tests under ASan and UBSan"
-ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --minimal || { show_reports; exit 1; }
+ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro || { show_reports; exit 1; }
 
 # The sanitized extension stands beside links to the package's files.
 overlay=$root/build/asan/python
@@ -66,4 +66,4 @@ say "C++ tests under TSan"
 fixed_addresses=()
 if setarch -R true 2>/dev/null; then fixed_addresses=(setarch -R); fi
 TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
-  "${fixed_addresses[@]}" build/tsan/kvxfer_tests --minimal
+  "${fixed_addresses[@]}" build/tsan/kvxfer_tests --no-intro
