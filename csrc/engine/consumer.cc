@@ -89,8 +89,9 @@ void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t sl
 // Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
 void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
   std::erase_if(part.slots, [&](uint32_t slot) {
-    if (core.slots[slot].state != SlotInfo::kGranted) return false;
-    if (exposed) {
+    const SlotInfo::State state = core.slots[slot].state;
+    if (state != SlotInfo::kGranted && state != SlotInfo::kLanded) return false;
+    if (exposed && state == SlotInfo::kGranted) {
       core.slots[slot].state = SlotInfo::kQuarantined;
     } else {
       free_slot(core, slot);
@@ -139,25 +140,24 @@ std::string progress(const FetchState& fetch) {
   return "all parts arrived";
 }
 
-struct Landing {
-  std::shared_ptr<Part> part;
-  wire::Commit commit;
-};
+// Whether the slot that a commit names was granted for its fetch, and nothing has come into it yet.
+bool granted_for(const AgentCore& core, const Part& part, const wire::Commit& commit) {
+  if (commit.slot >= core.slots.size() || commit.bytes > part.chunk_bytes) return false;
+  const SlotInfo& slot = core.slots[commit.slot];
+  return slot.state == SlotInfo::kGranted && slot.peer == part.peer->id && slot.fetch_id == part.id;
+}
 
-// Checks a commit against what was granted. Null: the fetch is over, drop it.
-std::shared_ptr<Part> match_commit(AgentCore& core, Peer& peer, const wire::Commit& commit, SlotInfo::State expected) {
-  const auto found = peer.parts.find(commit.fetch_id);
-  if (found == peer.parts.end()) return nullptr;
-  const auto& part = found->second;
-  const bool fits = part->accepted && commit.chunk + 1 < part->bounds.size() && !part->arrived[commit.chunk] &&
-                    commit.bytes == part->bounds[commit.chunk + 1] - part->bounds[commit.chunk] &&
-                    commit.slot < core.slots.size() && core.slots[commit.slot].state == expected &&
-                    core.slots[commit.slot].peer == peer.id && core.slots[commit.slot].fetch_id == commit.fetch_id;
+// The bytes are in the slot, and will be unpacked now: by the caller.
+void claim_chunk(AgentCore& core, Part& part, const wire::Commit& commit) {
+  const bool fits = part.accepted && commit.chunk + 1 < part.bounds.size() && !part.arrived[commit.chunk] &&
+                    commit.bytes == part.bounds[commit.chunk + 1] - part.bounds[commit.chunk];
   if (!fits) {
-    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " into slot " +
-                                           std::to_string(commit.slot) + " does not match what was granted");
+    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " of " +
+                                           std::to_string(commit.bytes) + " bytes, which is not expected");
   }
-  return part;
+  part.arrived[commit.chunk] = true;
+  core.slots[commit.slot].state = SlotInfo::kUnpacking;
+  ++part.fetch->unpacking;
 }
 
 void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
@@ -285,6 +285,10 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
       complete(core, part->fetch);
     });
   }
+  for (const wire::Commit& commit : std::exchange(part->early, {})) {
+    claim_chunk(core, *part, commit);
+    run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
+  }
   feed(core, part);
   grant_slots(core);
 }
@@ -338,11 +342,14 @@ void free_slots_of(AgentCore& core, PeerId peer) {
 
 // A commit on a mapped arena: the bytes are in the slot.
 void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit) {
-  const auto part = match_commit(core, peer, commit, SlotInfo::kGranted);
-  if (!part) return;
-  part->arrived[commit.chunk] = true;
-  core.slots[commit.slot].state = SlotInfo::kUnpacking;
-  ++part->fetch->unpacking;
+  const auto found = peer.parts.find(commit.fetch_id);
+  if (found == peer.parts.end()) return;  // cancelled: the slot is in quarantine
+  const auto part = found->second;
+  if (!granted_for(core, *part, commit)) {
+    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " into slot " +
+                                           std::to_string(commit.slot) + ", which was not granted for it");
+  }
+  claim_chunk(core, *part, commit);
   run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
 }
 
@@ -354,15 +361,19 @@ std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size, std::span<co
       throw Error(StatusCode::kProtocol, "a write came without a COMMIT");
     }
     const auto commit = wire::Commit::decode(notice.subspan(1));
-    const auto part = match_commit(*core, *this, commit, SlotInfo::kGranted);
-    if (!part) return nullptr;
+    const auto found = parts.find(commit.fetch_id);
+    if (found == parts.end()) return nullptr;
+    const Part& part = *found->second;
+    // Late and repeated writes are thrown away; what was asked for still comes.
+    if (!granted_for(*core, part, commit)) return nullptr;
+    if (part.accepted && commit.chunk < part.arrived.size() && part.arrived[commit.chunk]) return nullptr;
     if (size != commit.bytes || offset != static_cast<uint64_t>(commit.slot) * core->options.slot_bytes) {
       throw Error(StatusCode::kProtocol, "a write is not where its COMMIT says");
     }
     core->slots[commit.slot].state = SlotInfo::kReceiving;
     return core->arena->slot(commit.slot);
   } catch (const Error& error) {
-    drop_peer(*core, shared_from_this(), {error.code(), error.what()});
+    drop_peer(*core, shared_from_this(), {error.code(), "'" + name + "': " + error.what()});
     return nullptr;
   }
 }
@@ -370,28 +381,29 @@ std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size, std::span<co
 void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
   last_heard = Clock::now();
   if (!accepted) return;
+  const auto commit = wire::Commit::decode(notice.subspan(1));  // on_incoming() has read it before
   std::shared_ptr<Part> part;
-  wire::Commit commit;
   {
     Guard guard(*core);
-    try {
-      commit = wire::Commit::decode(notice.subspan(1));
-      part = match_commit(*core, *this, commit, SlotInfo::kReceiving);
-    } catch (const Error& error) {
-      drop_peer(*core, shared_from_this(), {error.code(), error.what()});
-    }
-    if (!part) {  // cancelled while the bytes were on their way
-      if (commit.slot >= core->slots.size()) return;
-      const SlotInfo& info = core->slots[commit.slot];
-      if (info.state == SlotInfo::kReceiving && info.peer == id && info.fetch_id == commit.fetch_id) {
-        free_slot(*core, commit.slot);
-        grant_slots(*core);
-      }
+    const auto found = parts.find(commit.fetch_id);
+    if (found == parts.end()) {  // cancelled while the bytes were on their way
+      if (core->slots[commit.slot].state == SlotInfo::kReceiving) free_slot(*core, commit.slot);
+      grant_slots(*core);
       return;
     }
-    part->arrived[commit.chunk] = true;
-    core->slots[commit.slot].state = SlotInfo::kUnpacking;
-    ++part->fetch->unpacking;
+    part = found->second;
+    if (!part->accepted) {  // data streams may overtake the control stream, which brings the ACCEPT
+      core->slots[commit.slot].state = SlotInfo::kLanded;
+      part->early.push_back(commit);
+      return;
+    }
+    try {
+      claim_chunk(*core, *part, commit);
+    } catch (const Error& error) {
+      drop_peer(*core, shared_from_this(), {error.code(), "'" + name + "': " + error.what()});
+      free_slot(*core, commit.slot);
+      return;
+    }
   }
   // Here, on the receiving thread: the bytes are in this core's cache.
   unpack_chunk(*core, part, commit);
@@ -414,7 +426,10 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
   spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end), /*unique=*/true);
   for (const FetchPart& part : spec.parts) {
-    if (!core.peers.contains(part.peer)) throw invalid("peer " + std::to_string(part.peer) + " is not known");
+    if (!core.peers.contains(part.peer)) {
+      throw Error(StatusCode::kPeerLost, "fetch of offer '" + spec.offer_id + "': peer " + std::to_string(part.peer) +
+                                             " is not connected (any more)");
+    }
     if (part.layers.empty() || part.head_begin >= part.head_end || part.head_begin < layout.first_head ||
         part.head_end > layout.first_head + layout.num_heads) {
       throw invalid("heads [" + std::to_string(part.head_begin) + ", " + std::to_string(part.head_end) +

@@ -95,6 +95,7 @@ struct Part {
   std::optional<CopyPlan> plan;    // once accepted
   std::vector<uint64_t> bounds;
   std::vector<bool> arrived;       // by chunk
+  std::vector<wire::Commit> early; // landed before the ACCEPT
   uint32_t chunks_left = 0;        // to unpack; an estimate until accepted
   uint32_t slots_wanted = 0;       // grants that are still to be made
   std::vector<uint32_t> slots;     // granted and not yet given back, in any state
@@ -122,7 +123,7 @@ struct FetchState {
 
 // Who owns a slot of the arena, and what may still write into it.
 struct SlotInfo {
-  enum State : uint8_t { kFree, kGranted, kReceiving, kUnpacking, kQuarantined };
+  enum State : uint8_t { kFree, kGranted, kReceiving, kLanded, kUnpacking, kQuarantined };
   State state = kFree;
   PeerId peer = 0;
   uint64_t fetch_id = 0;
