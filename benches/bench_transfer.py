@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvbench import fetches, growth, host, hostlimits
+from kvbench import fetches, growth, host, hostlimits, packing
 from kvbench.measure import Patience, Report
 from kvbench.native import Native
 from kvbench.settings import Measurement, Settings
 from kvbench.sides import why_missing
 
 MEASUREMENTS: dict[str, Measurement] = {
+    "pack": packing.pack,
     "fetch_shm": fetches.fetch_shm,
     "fetch_tcp": fetches.fetch_tcp,
     "fetch_latency_1block": fetches.fetch_latency_1block,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.memory import Pages, Pool, scattered_slots
+from kvbench.baselines import CheckError
+from kvbench.memory import Pages, Pool, other_slots, scattered_slots
 
 ELEMENT_BYTES = 2
 Blocks = npt.NDArray[np.int64]
@@ -59,3 +60,11 @@ class PagedPlane:
         taken = self.array.view(np.uint16)[self.blocks]
         order = [self.axes.index(axis) for axis in axes]
         return np.ascontiguousarray(taken.transpose(order)).reshape(-1)
+
+    def check_others(self, value: int) -> None:
+        """Raise when a block that is not in the table holds another byte than `value`."""
+        rest = other_slots(self.blocks, self.shape.block_bytes, self.pool.nbytes)
+        rows = self.pool.bytes.reshape(-1, self.shape.block_bytes)
+        for block in rest:
+            if (rows[block] != value).any():
+                raise CheckError(f"block {block}, which is not in the table, was written")
