@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, module) {
   kvxfer::bindings::register_build_info(module);
   kvxfer::bindings::register_status(module);
   kvxfer::bindings::register_layout(module);
+  kvxfer::bindings::register_dlpack(module);
   kvxfer::bindings::register_pack(module);
   kvxfer::bindings::register_agent(module);
 }

@@ -10,6 +10,7 @@ namespace kvxfer::bindings {
 void register_build_info(pybind11::module_& module);
 void register_status(pybind11::module_& module);
 void register_layout(pybind11::module_& module);
+void register_dlpack(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
 void register_agent(pybind11::module_& module);
 

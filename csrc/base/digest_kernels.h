@@ -12,8 +12,8 @@ namespace kvxfer {
 constexpr size_t kStripe = 64;
 constexpr size_t kLanes = 8;
 
-// The first outputs of splitmix64 from state 0; the steps with both halves made odd, so that neither
-// half of a key comes back within 2^32 stripes.
+// The first outputs of splitmix64 from state 0; the steps with both halves made odd, so that
+// neither half of a key comes back within 2^32 stripes.
 inline constexpr std::array<uint64_t, kLanes> kKeyBase = {
     0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4, 0x06c45d188009454f, 0xf88bb8a8724c81ec,
     0x1b39896a51a8749b, 0x53cb9f0c747ea2ea, 0x2c829abe1f4532e1, 0xc584133ac916ab3c};
@@ -29,17 +29,19 @@ struct DigestState {
   std::array<uint64_t, kLanes> key = kKeyBase;
 };
 
-// `stripes` >= 1 whole stripes to copy. `to` and `from` do not overlap; neither needs to be aligned.
+// `stripes` >= 1 whole stripes to copy. `to` and `from` do not overlap; neither needs to be
+// aligned.
 struct Segment {
   std::byte* to = nullptr;
   const std::byte* from = nullptr;
   size_t stripes = 0;
 };
 
-// Works through segments[0, count) in order. The copies prefetch the sources of the `ahead` segments
-// behind, which must be readable as array elements; the streaming moves, whose source is a wire
-// buffer in one piece, leave that to the hardware.
-using MoveSegments = void (*)(const Segment* segments, size_t count, size_t ahead, DigestState& state);
+// Works through segments[0, count) in order. The copies prefetch the sources of the `ahead`
+// segments behind, which must be readable as array elements; the streaming moves, whose source is a
+// wire buffer in one piece, leave that to the hardware.
+using MoveSegments = void (*)(const Segment* segments, size_t count, size_t ahead,
+                              DigestState& state);
 
 // One SIMD variant. The streaming moves write past the caches and end with a store fence.
 struct StripeKernels {

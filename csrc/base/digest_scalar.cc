@@ -40,7 +40,6 @@ struct Stripe {
 
 }  // namespace
 
-constinit const StripeKernels kScalarKernels =
-    make_kernels<Stripe>("scalar", [] { return true; });
+constinit const StripeKernels kScalarKernels = make_kernels<Stripe>("scalar", [] { return true; });
 
 }  // namespace kvxfer

@@ -33,8 +33,8 @@ KVXFER_STRIPE_INLINE void add_stripe(typename Stripe::Sums& sums, const std::byt
   if constexpr (kDigest) Stripe::add(sums, from);
 }
 
-// One prefetch a stripe, into a segment further on (`later`). The hardware's prefetcher stops where a
-// run ends; many prefetches at once would hold up the loads that are needed now. Prefetching past
+// One prefetch a stripe, into a segment further on (`later`). The hardware's prefetcher stops where
+// a run ends; many prefetches at once would hold up the loads that are needed now. Prefetching past
 // the end of a short segment does no harm.
 template <class Stripe, bool kDigest>
 KVXFER_STRIPE_INLINE void copy_segment(typename Stripe::Sums& sums, const Segment& segment,

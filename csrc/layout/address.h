@@ -6,7 +6,8 @@
 
 namespace kvxfer {
 
-// Arithmetic on addresses that need not belong to this process: a peer's layout is planned with too.
+// Arithmetic on addresses that need not belong to this process: a peer's layout is planned with
+// too.
 
 inline std::byte* address_at(std::byte* base, int64_t offset) {
   return reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(base) +

@@ -34,8 +34,8 @@ void BlockTable::validate(const CacheLayout& layout, uint32_t begin, uint32_t en
     refuse("the token range [" + std::to_string(begin) + ", " + std::to_string(end) + ") is empty");
   }
   if (begin < first_token) {
-    refuse("token " + std::to_string(begin) + " is asked for, but the block table starts with token " +
-           std::to_string(first_token));
+    refuse("token " + std::to_string(begin) +
+           " is asked for, but the block table starts with token " + std::to_string(first_token));
   }
   const uint64_t slots = uint64_t{first_slot} + (end - first_token);
   const uint64_t held = uint64_t{blocks.size()} * layout.block_size;

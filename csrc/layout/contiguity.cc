@@ -19,8 +19,8 @@ bool same_strides(const PlaneView& a, const PlaneView& b) {
 }  // namespace
 
 // A sub-nest is one piece of memory when the sub-nests one level further in are, and each of them
-// starts where the one before ends. Where tokens are inside, the length of a step depends on how many
-// the tile has, so the condition is met by one number of tokens: a full block, as a rule.
+// starts where the one before ends. Where tokens are inside, the length of a step depends on how
+// many the tile has, so the condition is met by one number of tokens: a full block, as a rule.
 uint32_t CopyPlan::contiguity_at(size_t depth, uint32_t layer, uint32_t plane) const {
   const Axis axis = order_[depth];
   const PlaneView& first = views_[view_index(layer, plane)];
@@ -34,7 +34,9 @@ uint32_t CopyPlan::contiguity_at(size_t depth, uint32_t layer, uint32_t plane) c
                ? static_cast<uint32_t>(stride / unit)
                : kNever;
   };
-  const auto require = [&](uint32_t condition) { result = both(result, condition, kAlways, kNever); };
+  const auto require = [&](uint32_t condition) {
+    result = both(result, condition, kAlways, kNever);
+  };
   const auto follow = [&](size_t before_index, size_t next_index, uint32_t before_plane) {
     const PlaneView& before = views_[before_index];
     const PlaneView& next = views_[next_index];
@@ -60,8 +62,7 @@ uint32_t CopyPlan::contiguity_at(size_t depth, uint32_t layer, uint32_t plane) c
         follow(view_index(next - 1, plane), view_index(next, plane), plane);
       }
       break;
-    case Axis::kTile:
-      return kNever;
+    case Axis::kTile: return kNever;
   }
   return result;
 }
@@ -71,8 +72,9 @@ void CopyPlan::find_contiguity() {
   for (uint32_t plane = 0; plane < row_bytes_.size(); ++plane) {
     for (uint32_t layer = 0; layer < num_layers_; ++layer) {
       const size_t index = view_index(layer, plane);
-      const bool contiguous = views_[index].content_stride == static_cast<int64_t>(element_bytes_) ||
-                              row_bytes_[plane] == element_bytes_;
+      const bool contiguous =
+          views_[index].content_stride == static_cast<int64_t>(element_bytes_) ||
+          row_bytes_[plane] == element_bytes_;
       contiguity_[index][5] = contiguous ? kAlways : kNever;
     }
   }

@@ -80,8 +80,8 @@ CopyPlan::CopyPlan(const CacheLayout& layout, const BlockTable& table, const Sli
   uint32_t begin = slice.token_begin;
   for (const uint32_t end : tile_ends) {
     if (end <= begin || end > slice.token_end) {
-      refuse("tile end " + std::to_string(end) + " does not lie in (" + std::to_string(begin) + ", " +
-             std::to_string(slice.token_end) + "]");
+      refuse("tile end " + std::to_string(end) + " does not lie in (" + std::to_string(begin) +
+             ", " + std::to_string(slice.token_end) + "]");
     }
     const uint64_t slot = uint64_t{table.first_slot} + (begin - table.first_token);
     Tile tile;
@@ -109,7 +109,8 @@ void CopyPlan::set_order(const WireOrder& order) {
   depth_of_.fill(kAxes);
   for (size_t depth = 0; depth < kAxes; ++depth) {
     const auto axis = static_cast<size_t>(order[depth]);
-    if (axis >= kAxes || depth_of_[axis] != kAxes) refuse("the wire order does not name each axis once");
+    if (axis >= kAxes || depth_of_[axis] != kAxes)
+      refuse("the wire order does not name each axis once");
     depth_of_[axis] = depth;
   }
   if (depth_of(Axis::kTile) > depth_of(Axis::kToken)) {

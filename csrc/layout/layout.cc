@@ -65,7 +65,8 @@ void CacheLayout::validate() const {
   footprints.reserve(views.size());
   for (size_t layer = 0; layer < layers.size(); ++layer) {
     for (size_t plane = 0; plane < planes.size(); ++plane) {
-      const std::string where = "layer " + quoted(layers[layer]) + ", plane " + quoted(planes[plane].name);
+      const std::string where =
+          "layer " + quoted(layers[layer]) + ", plane " + quoted(planes[plane].name);
       if (view(layer, plane).data == nullptr) refuse(where + ": the address of its data is null");
       footprints.push_back(Footprint::of(*this, layer, plane));
       if (const std::string fault = footprints.back().fault(); !fault.empty()) {

@@ -13,8 +13,8 @@ constexpr uint64_t kMaxExtent = uint64_t{1} << 56;
 std::string bytes_text(uint64_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 // Whether offset = sum of d[i] * axes[i].stride + r has a solution with -low[i] <= d[i] <= high[i]
-// and |r| < element. As each stride is at least what the axes behind it span, only the two multiples
-// next to `offset` can work.
+// and |r| < element. As each stride is at least what the axes behind it span, only the two
+// multiples next to `offset` can work.
 struct Decoder {
   const std::array<Footprint::Axis, 4>& axes;
   const std::array<int64_t, 4>& low;
@@ -123,9 +123,8 @@ bool Footprint::shares_memory(const Footprint& other) const {
 std::optional<std::pair<size_t, size_t>> find_shared_memory(std::span<const Footprint> footprints) {
   std::vector<size_t> order(footprints.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return footprints[a].begin < footprints[b].begin;
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return footprints[a].begin < footprints[b].begin; });
   for (size_t i = 0; i < order.size(); ++i) {
     const Footprint& first = footprints[order[i]];
     const uint64_t end = first.end();

@@ -31,8 +31,8 @@ struct Footprint {
 
   uint64_t end() const;  // one past the last byte
 
-  // Whether any byte belongs to both. Exact when both have the same strides, which the planes of one
-  // allocation have; else only their first and last elements are looked up in the other.
+  // Whether any byte belongs to both. Exact when both have the same strides, which the planes of
+  // one allocation have; else only their first and last elements are looked up in the other.
   bool shares_memory(const Footprint& other) const;
 };
 

@@ -120,16 +120,11 @@ void RunCursor::advance(size_t depth, uint32_t count) {
 
 uint32_t RunCursor::extent(size_t depth) const {
   switch (plan_.order_[depth]) {
-    case Axis::kLayer:
-      return plan_.num_layers_;
-    case Axis::kPlane:
-      return static_cast<uint32_t>(plan_.row_bytes_.size());
-    case Axis::kTile:
-      return static_cast<uint32_t>(plan_.tiles_.size());
-    case Axis::kHead:
-      return plan_.num_heads_;
-    case Axis::kToken:
-      return tile().tokens;
+    case Axis::kLayer: return plan_.num_layers_;
+    case Axis::kPlane: return static_cast<uint32_t>(plan_.row_bytes_.size());
+    case Axis::kTile: return static_cast<uint32_t>(plan_.tiles_.size());
+    case Axis::kHead: return plan_.num_heads_;
+    case Axis::kToken: return tile().tokens;
   }
   return 0;
 }

@@ -51,18 +51,17 @@ Sample common_sample(const CacheLayout& producer, const CacheLayout& consumer) {
   match(plane_names(producer), plane_names(consumer), producer.planes.size(),
         sample.producer_planes, sample.consumer_planes);
   sample.head_begin = std::max(producer.first_head, consumer.first_head);
-  sample.head_end = std::min(producer.first_head + producer.num_heads,
-                             consumer.first_head + consumer.num_heads);
+  sample.head_end =
+      std::min(producer.first_head + producer.num_heads, consumer.first_head + consumer.num_heads);
   sample.tokens = std::min(producer.block_size, consumer.block_size);
   const bool disjoint = sample.producer_layers.empty() || sample.producer_planes.empty() ||
                         sample.head_begin >= sample.head_end;
   if (disjoint || sample.tokens == 0) {
-    throw Error(StatusCode::kMismatch,
-                std::string("the two caches have no ") +
-                    (sample.producer_layers.empty()   ? "layer"
-                     : sample.producer_planes.empty() ? "plane"
-                                                      : "kv head") +
-                    " in common, so there is nothing to transfer");
+    throw Error(StatusCode::kMismatch, std::string("the two caches have no ") +
+                                           (sample.producer_layers.empty()   ? "layer"
+                                            : sample.producer_planes.empty() ? "plane"
+                                                                             : "kv head") +
+                                           " in common, so there is nothing to transfer");
   }
   return sample;
 }
@@ -80,8 +79,8 @@ uint64_t count_runs(const CacheLayout& layout, const Sample& sample,
   return count;
 }
 
-// The order in which the cache's memory is laid out. Layers and planes that are allocations of their
-// own count as outermost.
+// The order in which the cache's memory is laid out. Layers and planes that are allocations of
+// their own count as outermost.
 WireOrder natural_order(const CacheLayout& layout, const std::vector<uint32_t>& layers,
                         const std::vector<uint32_t>& planes) {
   constexpr int64_t kApart = INT64_MAX - 1;
@@ -91,8 +90,8 @@ WireOrder natural_order(const CacheLayout& layout, const std::vector<uint32_t>& 
     const int64_t bytes = std::abs(address_difference(other.data, first.data));
     return bytes >= whole ? if_apart : bytes;
   };
-  const int64_t layer = layers.size() > 1 ? distance(layout.view(layers[1], planes[0]), kApart + 1)
-                                          : kApart + 1;
+  const int64_t layer =
+      layers.size() > 1 ? distance(layout.view(layers[1], planes[0]), kApart + 1) : kApart + 1;
   const int64_t plane =
       planes.size() > 1 ? distance(layout.view(layers[0], planes[1]), kApart) : kApart;
   std::array<std::pair<int64_t, Axis>, 5> axes = {{

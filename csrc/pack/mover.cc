@@ -8,8 +8,8 @@
 namespace kvxfer {
 namespace {
 
-// When gathering, long runs are cut so that prefetching looks kAhead of these ahead: measured best at
-// 4 KiB. When scattering, each cut may fall into a cache line that then is not streamed.
+// When gathering, long runs are cut so that prefetching looks kAhead of these ahead: measured best
+// at 4 KiB. When scattering, each cut may fall into a cache line that then is not streamed.
 template <Direction kDirection>
 constexpr size_t kSegmentBytes = (kDirection == Direction::kGather ? 8 : 1024) * kStripe;
 
@@ -26,20 +26,13 @@ void copy_exactly(std::byte* to, const std::byte* from) {
 
 void copy_small(std::byte* to, const std::byte* from, size_t bytes) {
   switch (bytes) {
-    case 1:
-      return copy_exactly<1>(to, from);
-    case 2:
-      return copy_exactly<2>(to, from);
-    case 4:
-      return copy_exactly<4>(to, from);
-    case 8:
-      return copy_exactly<8>(to, from);
-    case 16:
-      return copy_exactly<16>(to, from);
-    case 32:
-      return copy_exactly<32>(to, from);
-    default:
-      std::memcpy(to, from, bytes);
+    case 1: return copy_exactly<1>(to, from);
+    case 2: return copy_exactly<2>(to, from);
+    case 4: return copy_exactly<4>(to, from);
+    case 8: return copy_exactly<8>(to, from);
+    case 16: return copy_exactly<16>(to, from);
+    case 32: return copy_exactly<32>(to, from);
+    default: std::memcpy(to, from, bytes);
   }
 }
 
@@ -102,7 +95,8 @@ void Mover<kDirection>::move_segments(size_t count) {
   if constexpr (kDirection == Direction::kGather) {
     (with_digest_ ? kernels_.copy_digest : kernels_.copy)(segments_.data(), count, kAhead, state_);
   } else {
-    (with_digest_ ? kernels_.stream_digest : kernels_.stream)(segments_.data(), count, kAhead, state_);
+    (with_digest_ ? kernels_.stream_digest : kernels_.stream)(segments_.data(), count, kAhead,
+                                                              state_);
   }
 }
 

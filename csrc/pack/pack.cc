@@ -13,8 +13,8 @@ Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
   return mover.run(plan, begin, end, seed);
 }
 
-Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire, uint64_t seed,
-              bool with_digest) {
+Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
+              uint64_t seed, bool with_digest) {
   Mover<Direction::kScatter> mover(wire, with_digest);
   return mover.run(plan, begin, end, seed);
 }

@@ -47,7 +47,8 @@ std::vector<uint32_t> tile_ends(uint32_t begin, uint32_t end, uint32_t producer_
 // outermost, so that a layer can be sent as soon as it is ready. Layouts need no valid `data`
 // for this, only views' addresses relative to each other. Layers and planes are matched by name;
 // throws Error(kMismatch) when there is nothing in common.
-WireOrder choose_wire_order(const CacheLayout& producer, const CacheLayout& consumer, bool layer_first);
+WireOrder choose_wire_order(const CacheLayout& producer, const CacheLayout& consumer,
+                            bool layer_first);
 
 // Maps bytes of the wire to one side's memory. Immutable, safe to use from several threads; refers
 // to nothing that it does not own.
@@ -123,8 +124,8 @@ class CopyPlan {
   std::array<uint64_t, 6> nest_factor_ = {};  // what does not depend on the plane or the tile
   std::vector<uint64_t> row_bytes_;           // [wire planes]
   std::vector<uint64_t> row_bytes_before_;    // of the wire planes before
-  std::vector<PlaneView> views_;              // [wire layers][wire planes], `data` at the first head
-  std::vector<Contiguity> contiguity_;        // like views_
+  std::vector<PlaneView> views_;        // [wire layers][wire planes], `data` at the first head
+  std::vector<Contiguity> contiguity_;  // like views_
   std::vector<Tile> tiles_;
 };
 

@@ -13,7 +13,8 @@ namespace kvxfer {
 //
 // The bytes are cut into stripes of 64, each eight little-endian 64-bit words w[s][0..7]; the last
 // stripe is filled up with zeros. With lo() and hi() the 32-bit halves of a word, ^ and + on them
-// half by half (mod 2^32), swap() the exchange of the halves, and key(s, j) = base[j] + s * step[j]:
+// half by half (mod 2^32), swap() the exchange of the halves, and key(s, j) = base[j] + s *
+// step[j]:
 //
 //   sum    = sum over s, j of w[s][j]                                        (mod 2^64)
 //   p[j]   = sum over s of lo(x) * hi(x), x = w[s][j] ^ key(s, j)            (mod 2^64)
@@ -36,8 +37,9 @@ struct Digest {
 Digest digest(std::span<const std::byte> bytes, uint64_t seed);
 
 // The SIMD variants of digest, pack and unpack that this machine can run, best first ("avx512",
-// "avx2", "neon", "scalar"), and the one in use. All give identical results. The environment variable
-// KVXFER_SIMD forces one; when it names one that cannot run, the first use throws Error(kInvalid).
+// "avx2", "neon", "scalar"), and the one in use. All give identical results. The environment
+// variable KVXFER_SIMD forces one; when it names one that cannot run, the first use throws
+// Error(kInvalid).
 std::vector<std::string> simd_variants();
 std::string simd_variant();
 

@@ -22,7 +22,7 @@ enum class ElementType : uint8_t {
 };
 
 size_t element_bytes(ElementType type);
-const char* element_name(ElementType type);             // e.g. "bfloat16", "float8_e4m3fn"
+const char* element_name(ElementType type);              // e.g. "bfloat16", "float8_e4m3fn"
 ElementType element_from_name(const std::string& name);  // throws Error(kInvalid)
 
 // One plane of one layer: a strided [block, kv head, token, content] view. Strides are in bytes.
@@ -53,7 +53,9 @@ struct CacheLayout {
   std::vector<PlaneSpec> planes;
   std::vector<PlaneView> views;  // [layers.size()][planes.size()], layer-major
 
-  const PlaneView& view(size_t layer, size_t plane) const { return views[layer * planes.size() + plane]; }
+  const PlaneView& view(size_t layer, size_t plane) const {
+    return views[layer * planes.size() + plane];
+  }
   uint64_t token_bytes() const;  // of one token over all layers, planes and heads
 
   // Throws Error(kInvalid) naming the layer, plane and axis when anything is empty, a stride is

@@ -9,16 +9,16 @@
 
 namespace kvxfer {
 
-// Gathers wire bytes [begin, end) of the plan, both on row boundaries, into `wire`, and returns their
-// digest, computed in the same pass. With `with_digest` false the result is Digest{}. Thread-safe for
-// ranges that do not overlap; neither function allocates.
+// Gathers wire bytes [begin, end) of the plan, both on row boundaries, into `wire`, and returns
+// their digest, computed in the same pass. With `with_digest` false the result is Digest{}.
+// Thread-safe for ranges that do not overlap; neither function allocates.
 Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
             bool with_digest = true);
 
 // Scatters `wire` into wire bytes [begin, end) of the plan, and returns the digest of `wire`. The
 // caller compares it before it publishes the blocks.
-Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire, uint64_t seed,
-              bool with_digest = true);
+Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
+              uint64_t seed, bool with_digest = true);
 
 // Zeroes what plan.append_tail_runs() names.
 void zero_tail(const CopyPlan& plan);
