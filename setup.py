@@ -41,6 +41,8 @@ class CMakeBuild(build_ext):
         configure = ["cmake", "-S", ROOT, "-B", build_dir, "-G", "Ninja"]
         configure += [f"-DCMAKE_BUILD_TYPE={build_type}", f"-DPython_EXECUTABLE={sys.executable}"]
         configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+        # Said each time, because the tree outlives the isolated environment that ninja came from.
+        configure += [f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}"]
         configure += [f"-D{name}={value}" for name, value in options.items()]
         build = ["cmake", "--build", build_dir, "--target", "_core", "--parallel", str(jobs)]
         subprocess.run(configure, check=True)
