@@ -107,7 +107,7 @@ void register_handles(py::module_& module) {
       .def_property_readonly("id", &Offer::id)
       .def_property_readonly("generation", [](const Offer& offer) { return from_generation(offer.generation()); })
       .def_property_readonly("handle", &Offer::handle)
-      .def_property_readonly("released", &Offer::released, NoGil())
+      .def("released", &Offer::released, NoGil())
       .def("outcome", [](const Offer& offer) { return from_status(offer.outcome()); })
       .def("mark_ready", &Offer::mark_ready, py::arg("layer"), NoGil())
       .def("mark_all_ready", &Offer::mark_all_ready, NoGil())
@@ -117,7 +117,7 @@ void register_handles(py::module_& module) {
 
   py::class_<Fetch>(module, "Fetch")
       .def_property_readonly("handle", &Fetch::handle)
-      .def_property_readonly("done", &Fetch::done, NoGil())
+      .def("done", &Fetch::done, NoGil())
       .def("status", [](const Fetch& fetch) { return from_status(fetch.status()); })
       .def("wait", &Fetch::wait, py::arg("seconds"), NoGil())
       .def("cancel", &Fetch::cancel, NoGil())

@@ -108,7 +108,7 @@ class Fetch(_Handle):
     @property
     def done(self) -> bool:
         """Whether it has ended, in whatever way. Then nothing writes into the blocks any more."""
-        return self._core.done
+        return self._core.done()
 
     @property
     def _ended(self) -> bool:
@@ -244,7 +244,7 @@ class Offer(_Handle):
     @property
     def released(self) -> bool:
         """Whether the blocks may be reused: nobody reads them any more, now or later."""
-        return self._core.released
+        return self._core.released()
 
     @property
     def _ended(self) -> bool:
