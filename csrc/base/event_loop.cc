@@ -23,6 +23,7 @@ namespace kvxfer {
 namespace {
 
 struct Entry {
+  int fd = -1;
   EventLoop::Handler handler;
   uint32_t serial = 0;
 };
@@ -58,6 +59,8 @@ struct EventLoop::State {
   std::mutex join_mutex;
 
   std::shared_ptr<Tick> tick;  // the loop's thread only
+
+  bool in_loop() const { return thread && thread->is_current(); }
 
   // A forked child finds the mutex in whatever state the fork found it, so it touches nothing.
   bool foreign() const { return generation != fork_generation(); }
@@ -164,6 +167,7 @@ void EventLoop::add(int fd, uint32_t events, Handler handler) {
   State& state = *state_;
   if (state.foreign()) return;
   auto entry = std::make_shared<Entry>();
+  entry->fd = fd;
   entry->handler = std::move(handler);
   const std::lock_guard lock(state.mutex);
   entry->serial = state.next_serial++ & 0x7fffffffu;
@@ -195,21 +199,25 @@ void EventLoop::remove(int fd) {
   std::shared_ptr<Entry> entry;
   std::unique_lock lock(state.mutex);
   const auto found = state.entries.find(fd);
-  if (found == state.entries.end()) return;
-  entry = std::move(found->second);
-  state.entries.erase(found);
-  ::epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, fd, nullptr);
-  if (!in_loop()) state.idle.wait(lock, [&] { return state.running != entry; });
+  if (found != state.entries.end()) {
+    entry = std::move(found->second);
+    state.entries.erase(found);
+    ::epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, fd, nullptr);
+  }
+  // Also when it is gone: the handler may have removed itself and still be running.
+  if (!in_loop()) {
+    state.idle.wait(lock, [&] { return !state.running || state.running->fd != fd; });
+  }
   lock.unlock();
 }
 
 bool EventLoop::post(Task task) {
-  State& state = *state_;
-  if (state.foreign()) return false;
-  const std::lock_guard lock(state.mutex);
-  if (state.stopped) return false;
-  state.tasks.push_back(std::move(task));
-  if (!in_loop()) state.signal_locked();
+  const std::shared_ptr<State> state = state_;  // the task may destroy the loop
+  if (state->foreign()) return false;
+  const std::lock_guard lock(state->mutex);
+  if (state->stopped) return false;
+  state->tasks.push_back(std::move(task));
+  if (!state->in_loop()) state->signal_locked();
   return true;
 }
 
@@ -251,7 +259,7 @@ void EventLoop::set_tick(Tick tick) {
   changed.wait(lock, [&] { return done; });
 }
 
-bool EventLoop::in_loop() const { return state_->thread && state_->thread->is_current(); }
+bool EventLoop::in_loop() const { return state_->in_loop(); }
 
 void EventLoop::stop() {
   const std::shared_ptr<State> state = state_;

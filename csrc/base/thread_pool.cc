@@ -64,16 +64,16 @@ ThreadPool::ThreadPool(size_t threads, const std::string& name) : state_(std::ma
 ThreadPool::~ThreadPool() { stop(); }
 
 bool ThreadPool::submit(std::function<void()> task) {
-  State& state = *state_;
-  if (state.foreign()) return false;
+  const std::shared_ptr<State> state = state_;  // the task may destroy the pool
+  if (state->foreign()) return false;
   bool notify = false;
   {
-    const std::lock_guard lock(state.mutex);
-    if (state.stopping) return false;
-    state.queue.push_back(std::move(task));
-    notify = state.idle > 0;
+    const std::lock_guard lock(state->mutex);
+    if (state->stopping) return false;
+    state->queue.push_back(std::move(task));
+    notify = state->idle > 0;
   }
-  if (notify) state.wanted.notify_one();
+  if (notify) state->wanted.notify_one();
   return true;
 }
 

@@ -16,6 +16,7 @@
 
 #include "base/thread_pool.h"
 #include "base/unique_fd.h"
+#include "fork_support.h"
 #include "kvxfer/status.h"
 
 namespace kvxfer {
@@ -72,8 +73,8 @@ TEST_CASE("tasks run in the order posted, on the loop's thread") {
 }
 
 TEST_CASE("handlers are called for their events until removed") {
-  EventLoop loop("test");
   Pipe pipe;
+  EventLoop loop("test");
   std::atomic<int> bytes{0};
   loop.add(pipe.reader.get(), EPOLLIN, [&](uint32_t events) {
     CHECK((events & EPOLLIN) != 0);
@@ -114,8 +115,8 @@ TEST_CASE("remove returns when the handler does not run any more") {
 }
 
 TEST_CASE("a handler may remove itself, and one whose event is already there") {
-  EventLoop loop("test");
   Pipe first, second;
+  EventLoop loop("test");
   std::atomic<int> calls{0};
   const auto handler = [&](uint32_t) {
     ++calls;
@@ -241,7 +242,8 @@ TEST_CASE("signals go to the program's own threads") {
   CHECK(blocked == 2);
 }
 
-TEST_CASE("a forked child owns none of the parent's descriptors and waits for none of its threads") {
+TEST_CASE("a forked child owns none of the parent's descriptors and waits for none of its threads" *
+          doctest::skip(!testing::kCanForkThreads)) {
   Pipe pipe;
   EventLoop loop("test");
   ThreadPool pool(1, "test");
