@@ -18,7 +18,8 @@ Generation to_generation(const py::bytes& raw) {
   const std::string text = raw;
   Generation generation;
   if (text.size() != generation.size()) {
-    throw Error(StatusCode::kInvalid, "a generation has 16 bytes, not " + std::to_string(text.size()));
+    throw Error(StatusCode::kInvalid,
+                "a generation has 16 bytes, not " + std::to_string(text.size()));
   }
   std::memcpy(generation.data(), text.data(), generation.size());
   return generation;
@@ -28,9 +29,12 @@ py::bytes from_generation(const Generation& generation) {
   return py::bytes(reinterpret_cast<const char*>(generation.data()), generation.size());
 }
 
-py::tuple from_status(const Status& status) { return py::make_tuple(status_name(status.code), status.message); }
+py::tuple from_status(const Status& status) {
+  return py::make_tuple(status_name(status.code), status.message);
+}
 
-// The agent's threads. The descriptors that were handed over are closed when there are none any more.
+// The agent's threads. The descriptors that were handed over are closed when there are none any
+// more.
 IoThreads& threads_of(Agent& agent, std::initializer_list<std::vector<int>> descriptors) {
   try {
     return agent.io();
@@ -105,7 +109,8 @@ void register_options(py::module_& module) {
 void register_handles(py::module_& module) {
   py::class_<Offer>(module, "Offer")
       .def_property_readonly("id", &Offer::id)
-      .def_property_readonly("generation", [](const Offer& offer) { return from_generation(offer.generation()); })
+      .def_property_readonly("generation",
+                             [](const Offer& offer) { return from_generation(offer.generation()); })
       .def_property_readonly("handle", &Offer::handle)
       .def("released", &Offer::released, NoGil())
       .def("outcome", [](const Offer& offer) { return from_status(offer.outcome()); })
@@ -136,9 +141,11 @@ void register_agent(py::module_& module) {
       .def("unregister_cache", &Agent::unregister_cache, py::arg("cache"), NoGil())
       .def(
           "offer",
-          [](Agent& agent, const std::string& id, const py::bytes& generation, CacheId cache, const BlockTable& table,
-             uint32_t num_tokens, double lease, uint32_t consumers, bool ready) {
-            const OfferSpec spec{id, to_generation(generation), cache, table, num_tokens, lease, consumers, ready};
+          [](Agent& agent, const std::string& id, const py::bytes& generation, CacheId cache,
+             const BlockTable& table, uint32_t num_tokens, double lease, uint32_t consumers,
+             bool ready) {
+            const OfferSpec spec{
+                id, to_generation(generation), cache, table, num_tokens, lease, consumers, ready};
             py::gil_scoped_release release;
             return agent.offer(spec);
           },
@@ -148,14 +155,17 @@ void register_agent(py::module_& module) {
           "fetch",
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
              const BlockTable& table, uint32_t num_tokens, double timeout,
-             const std::vector<std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t>>& parts) {
-            FetchSpec spec{offer_id, to_generation(generation), cache, table, num_tokens, timeout, {}};
-            for (const auto& [peer, layers, begin, end] : parts) spec.parts.push_back({peer, layers, begin, end});
+             const std::vector<std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t>>&
+                 parts) {
+            FetchSpec spec{offer_id, to_generation(generation), cache, table, num_tokens, timeout,
+                           {}};
+            for (const auto& [peer, layers, begin, end] : parts)
+              spec.parts.push_back({peer, layers, begin, end});
             py::gil_scoped_release release;
             return agent.fetch(spec);
           },
-          py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"), py::arg("table"),
-          py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"))
+          py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
+          py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"))
       .def(
           "renew",
           [](Agent& agent, PeerId peer, const std::string& offer_id, const py::bytes& generation) {
@@ -165,30 +175,39 @@ void register_agent(py::module_& module) {
       .def("add_peer", &Agent::add_peer, py::arg("name"), NoGil())
       .def(
           "attach_shm",
-          [](Agent& agent, PeerId peer, int control_fd, int arena_fd, uint64_t arena_bytes, uint64_t incarnation,
-             bool inbound, const std::string& why) {
-            agent.attach(peer, make_shm_link(threads_of(agent, {{control_fd, arena_fd}}), control_fd, arena_fd, arena_bytes), incarnation, inbound, why);
+          [](Agent& agent, PeerId peer, int control_fd, int arena_fd, uint64_t arena_bytes,
+             uint64_t incarnation, bool inbound, const std::string& why) {
+            agent.attach(peer,
+                         make_shm_link(threads_of(agent, {{control_fd, arena_fd}}), control_fd,
+                                       arena_fd, arena_bytes),
+                         incarnation, inbound, why);
           },
-          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("arena_fd"), py::arg("arena_bytes"),
-          py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil())
+          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("arena_fd"),
+          py::arg("arena_bytes"), py::arg("incarnation"), py::arg("inbound"), py::arg("why"),
+          NoGil())
       .def(
           "attach_tcp",
-          [](Agent& agent, PeerId peer, int control_fd, const std::vector<int>& data_fds, uint64_t incarnation,
-             bool inbound, const std::string& why) {
-            agent.attach(peer, make_tcp_link(threads_of(agent, {{control_fd}, data_fds}), control_fd, data_fds), incarnation, inbound, why);
+          [](Agent& agent, PeerId peer, int control_fd, const std::vector<int>& data_fds,
+             uint64_t incarnation, bool inbound, const std::string& why) {
+            agent.attach(
+                peer,
+                make_tcp_link(threads_of(agent, {{control_fd}, data_fds}), control_fd, data_fds),
+                incarnation, inbound, why);
           },
-          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"), py::arg("incarnation"),
-          py::arg("inbound"), py::arg("why"), NoGil())
+          py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"),
+          py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil())
       .def_static(
           "attach_loopback",
           [](Agent& consumer, PeerId consumer_peer, uint64_t consumer_incarnation, Agent& producer,
              PeerId producer_peer, uint64_t producer_incarnation, const LoopbackFaults& faults) {
             auto [ours, theirs] = make_loopback_pair(consumer.io(), producer.io(), faults);
-            producer.attach(producer_peer, theirs, consumer_incarnation, true, "within one process");
+            producer.attach(producer_peer, theirs, consumer_incarnation, true,
+                            "within one process");
             consumer.attach(consumer_peer, ours, producer_incarnation, false, "within one process");
           },
-          py::kw_only(), py::arg("consumer"), py::arg("consumer_peer"), py::arg("consumer_incarnation"),
-          py::arg("producer"), py::arg("producer_peer"), py::arg("producer_incarnation"), py::arg("faults"), NoGil())
+          py::kw_only(), py::arg("consumer"), py::arg("consumer_peer"),
+          py::arg("consumer_incarnation"), py::arg("producer"), py::arg("producer_peer"),
+          py::arg("producer_incarnation"), py::arg("faults"), NoGil())
       .def(
           "fail_peer",
           [](Agent& agent, PeerId peer, const std::string& status, const std::string& message) {

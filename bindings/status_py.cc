@@ -14,8 +14,8 @@ void register_status(py::module_&) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      const py::object made =
-          py::module_::import("kvxfer.errors").attr("from_status")(status_name(error.code()), error.what());
+      const py::object made = py::module_::import("kvxfer.errors")
+                                  .attr("from_status")(status_name(error.code()), error.what());
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
     }
   });

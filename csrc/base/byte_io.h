@@ -25,7 +25,9 @@ class ByteWriter {
     }
   }
   void put_signed(int64_t value) { put(static_cast<uint64_t>(value)); }
-  void put_raw(std::span<const std::byte> raw) { bytes_.insert(bytes_.end(), raw.begin(), raw.end()); }
+  void put_raw(std::span<const std::byte> raw) {
+    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
+  }
   void put_string(const std::string& text) {
     put(static_cast<uint32_t>(text.size()));
     put_raw(std::as_bytes(std::span(text)));
@@ -77,22 +79,25 @@ class ByteReader {
   // Bounds a count before anything is allocated for it.
   void check_count(uint32_t count, uint32_t limit, const char* what, size_t bytes_each) const {
     if (count > limit || count * bytes_each > bytes_.size()) {
-      throw Error(StatusCode::kProtocol, "message holds " + std::string(what) + " of " + std::to_string(count) +
-                                             " elements, where " + std::to_string(limit) + " elements and " +
-                                             std::to_string(bytes_.size()) + " bytes are the limits");
+      throw Error(StatusCode::kProtocol,
+                  "message holds " + std::string(what) + " of " + std::to_string(count) +
+                      " elements, where " + std::to_string(limit) + " elements and " +
+                      std::to_string(bytes_.size()) + " bytes are the limits");
     }
   }
   void expect_end() const {
     if (!bytes_.empty()) {
-      throw Error(StatusCode::kProtocol, "message has " + std::to_string(bytes_.size()) + " bytes too many");
+      throw Error(StatusCode::kProtocol,
+                  "message has " + std::to_string(bytes_.size()) + " bytes too many");
     }
   }
 
  private:
   std::span<const std::byte> take(size_t size) {
     if (size > bytes_.size()) {
-      throw Error(StatusCode::kProtocol, "message ends early: " + std::to_string(size) + " bytes wanted, " +
-                                             std::to_string(bytes_.size()) + " left");
+      throw Error(StatusCode::kProtocol, "message ends early: " + std::to_string(size) +
+                                             " bytes wanted, " + std::to_string(bytes_.size()) +
+                                             " left");
     }
     auto out = bytes_.first(size);
     bytes_ = bytes_.subspan(size);

@@ -35,11 +35,13 @@ void Agent::unregister_cache(CacheId id) {
   core.check_fork();
   Guard guard(core);
   const auto found = core.caches.find(id);
-  if (found == core.caches.end()) throw Error(StatusCode::kInvalid, "the cache is not registered with this agent");
+  if (found == core.caches.end())
+    throw Error(StatusCode::kInvalid, "the cache is not registered with this agent");
   if (found->second->users > 0) {
-    throw Error(StatusCode::kInvalid, "the cache is in use by " + std::to_string(found->second->users) +
-                                          " offers and fetches: release or cancel them, wait until they have ended, "
-                                          "then unregister it");
+    throw Error(StatusCode::kInvalid,
+                "the cache is in use by " + std::to_string(found->second->users) +
+                    " offers and fetches: release or cancel them, wait until they have ended, "
+                    "then unregister it");
   }
   core.caches.erase(found);
 }
@@ -89,7 +91,8 @@ AgentStats Agent::stats() const {
     stats.slots = core.arena->num_slots();
     stats.free_slots = core.arena->num_free();
   }
-  for (const SlotInfo& slot : core.slots) stats.quarantined_slots += slot.state == SlotInfo::kQuarantined;
+  for (const SlotInfo& slot : core.slots)
+    stats.quarantined_slots += slot.state == SlotInfo::kQuarantined;
   return stats;
 }
 
@@ -107,12 +110,14 @@ void Agent::close() {
     for (const auto& [handle, fetch] : fetches) fail_fetch(core, fetch, closing);
     const auto peers = core.peers;
     for (const auto& [id, peer] : peers) {
-      if (peer->link && peer->state != Peer::kClosing) peer->link->send(wire::encode_bye(closing.message));
+      if (peer->link && peer->state != Peer::kClosing)
+        peer->link->send(wire::encode_bye(closing.message));
       drop_peer(core, peer, closing);
       if (!peer->link) core.peers.erase(id);
     }
     // A peer that is stopped never lets go; it is not waited for longer than this.
-    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(500), [&] { return core.peers.empty(); });
+    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(500),
+                                [&] { return core.peers.empty(); });
     clear_timer(core, core.heartbeat);
   }
   core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it

@@ -17,28 +17,34 @@ namespace {
 std::string lock_limit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
-  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur / 1024) + " KiB";
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited"
+                                         : std::to_string(limit.rlim_cur / 1024) + " KiB";
 }
 
 [[noreturn]] void fail(const char* step, uint64_t bytes, const std::string& advice) {
-  throw Error(StatusCode::kNoResources, "staging arena of " + std::to_string(bytes >> 20) + " MiB: " + step + ": " +
-                                            std::strerror(errno) + "; " + advice);
+  throw Error(StatusCode::kNoResources, "staging arena of " + std::to_string(bytes >> 20) +
+                                            " MiB: " + step + ": " + std::strerror(errno) + "; " +
+                                            advice);
 }
 
 }  // namespace
 
 Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
-    : bytes_(bytes / slot_bytes * slot_bytes), slot_bytes_(slot_bytes), num_slots_(bytes / slot_bytes) {
+    : bytes_(bytes / slot_bytes * slot_bytes),
+      slot_bytes_(slot_bytes),
+      num_slots_(bytes / slot_bytes) {
   if (num_slots_ == 0) {
-    throw Error(StatusCode::kInvalid, "arena_bytes is " + std::to_string(bytes) + ", less than one chunk of " +
-                                          std::to_string(slot_bytes) + ": raise arena_bytes or lower chunk_bytes");
+    throw Error(StatusCode::kInvalid, "arena_bytes is " + std::to_string(bytes) +
+                                          ", less than one chunk of " + std::to_string(slot_bytes) +
+                                          ": raise arena_bytes or lower chunk_bytes");
   }
   const std::string advice = "lower arena_bytes, or give the process more memory";
   fd_ = UniqueFd(memfd_create("kvxfer-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd_) fail("memfd_create", bytes_, "raise the limit of open files (ulimit -n)");
   if (ftruncate(fd_.get(), static_cast<off_t>(bytes_)) != 0) fail("ftruncate", bytes_, advice);
   // Peers map it: without the seal a shrinking file would kill them with SIGBUS.
-  if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("seal", bytes_, advice);
+  if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    fail("seal", bytes_, advice);
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (mapped == MAP_FAILED) fail("mmap", bytes_, advice);
   madvise(mapped, bytes_, MADV_HUGEPAGE);
@@ -47,8 +53,10 @@ Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
     const int error = errno;
     munmap(mapped, bytes_);
     errno = error;
-    fail("mlock", bytes_, "the limit of locked memory is " + lock_limit() + ": raise it (ulimit -l unlimited, or LimitMEMLOCK= "
-         "of the service), lower arena_bytes, or set lock_arena=False");
+    fail("mlock", bytes_,
+         "the limit of locked memory is " + lock_limit() +
+             ": raise it (ulimit -l unlimited, or LimitMEMLOCK= "
+             "of the service), lower arena_bytes, or set lock_arena=False");
   }
   base_ = static_cast<std::byte*>(mapped);
   for (uint32_t slot = num_slots_; slot-- > 0;) free_.push_back(slot);

@@ -26,7 +26,9 @@ class Arena {
   uint32_t slot_bytes() const { return slot_bytes_; }
   uint32_t num_slots() const { return num_slots_; }
   uint32_t num_free() const { return static_cast<uint32_t>(free_.size()); }
-  std::byte* slot(uint32_t index) const { return base_ + static_cast<uint64_t>(index) * slot_bytes_; }
+  std::byte* slot(uint32_t index) const {
+    return base_ + static_cast<uint64_t>(index) * slot_bytes_;
+  }
 
   std::optional<uint32_t> take();
   void give_back(uint32_t slot) { free_.push_back(slot); }

@@ -6,7 +6,8 @@
 namespace kvxfer {
 
 // Both sides compute this from the same numbers, so a commit need only name the chunk.
-std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes, bool per_layer) {
+std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes,
+                                   bool per_layer) {
   const uint64_t total = plan.wire_bytes();
   const uint64_t layer_bytes = total / num_layers;
   std::vector<uint64_t> bounds{0};
@@ -16,9 +17,10 @@ std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, ui
     if (per_layer) end = std::min(end, (begin / layer_bytes + 1) * layer_bytes);
     end = plan.row_floor(std::min(end, total));
     if (end == begin) {
-      throw Error(StatusCode::kMismatch, "a chunk of " + std::to_string(chunk_bytes) +
-                                             " bytes does not hold one row of the cache (one token, head and plane): "
-                                             "raise chunk_bytes on both sides");
+      throw Error(StatusCode::kMismatch,
+                  "a chunk of " + std::to_string(chunk_bytes) +
+                      " bytes does not hold one row of the cache (one token, head and plane): "
+                      "raise chunk_bytes on both sides");
     }
     bounds.push_back(end);
   }

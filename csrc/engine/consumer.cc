@@ -20,8 +20,8 @@ uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
 uint64_t part_bytes(const FetchState& fetch, const FetchPart& part) {
   uint64_t row_elements = 0;
   for (const PlaneSpec& plane : fetch.cache->layout.planes) row_elements += plane.content;
-  return part.layers.size() * uint64_t{part.head_end - part.head_begin} * fetch.spec.num_tokens * row_elements *
-         element_bytes(fetch.cache->layout.element);
+  return part.layers.size() * uint64_t{part.head_end - part.head_begin} * fetch.spec.num_tokens *
+         row_elements * element_bytes(fetch.cache->layout.element);
 }
 
 void free_slot(AgentCore& core, uint32_t slot) {
@@ -32,8 +32,9 @@ void free_slot(AgentCore& core, uint32_t slot) {
 void announce(Peer& peer, const Cache& cache) {
   if (!peer.announced.insert(cache.id).second) return;
   const CacheLayout& layout = cache.layout;
-  const auto lowest = std::min_element(layout.views.begin(), layout.views.end(),
-                                       [](const PlaneView& a, const PlaneView& b) { return a.data < b.data; });
+  const auto lowest =
+      std::min_element(layout.views.begin(), layout.views.end(),
+                       [](const PlaneView& a, const PlaneView& b) { return a.data < b.data; });
   wire::Layout message;
   message.cache_id = cache.id;
   message.model = layout.model;
@@ -43,10 +44,11 @@ void announce(Peer& peer, const Cache& cache) {
   message.num_heads = layout.num_heads;
   message.first_head = layout.first_head;
   message.layers = layout.layers;
-  for (const PlaneSpec& plane : layout.planes) message.planes.push_back({plane.name, plane.content});
+  for (const PlaneSpec& plane : layout.planes)
+    message.planes.push_back({plane.name, plane.content});
   for (const PlaneView& view : layout.views) {
-    message.views.push_back({static_cast<uint64_t>(view.data - lowest->data), view.block_stride, view.head_stride,
-                             view.token_stride, view.content_stride});
+    message.views.push_back({static_cast<uint64_t>(view.data - lowest->data), view.block_stride,
+                             view.head_stride, view.token_stride, view.content_stride});
   }
   peer.link->send(message.encode());
 }
@@ -131,11 +133,15 @@ std::string progress(const FetchState& fetch) {
     if (part->done) continue;
     const std::string who = "'" + part->peer->name + "'";
     if (part->peer->state == Peer::kConnecting) return "still connecting to " + who;
-    if (part->peer->state == Peer::kGreeting) return "connected to " + who + ", which has not said HELLO yet";
-    if (!part->sent) return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less at once)";
+    if (part->peer->state == Peer::kGreeting)
+      return "connected to " + who + ", which has not said HELLO yet";
+    if (!part->sent)
+      return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
+             "at once)";
     if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
     const auto chunks = part->bounds.size() - 1;
-    return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) + " chunks arrived from " + who;
+    return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) +
+           " chunks arrived from " + who;
   }
   return "all parts arrived";
 }
@@ -149,11 +155,13 @@ bool granted_for(const AgentCore& core, const Part& part, const wire::Commit& co
 
 // The bytes are in the slot, and will be unpacked now: by the caller.
 void claim_chunk(AgentCore& core, Part& part, const wire::Commit& commit) {
-  const bool fits = part.accepted && commit.chunk + 1 < part.bounds.size() && !part.arrived[commit.chunk] &&
+  const bool fits = part.accepted && commit.chunk + 1 < part.bounds.size() &&
+                    !part.arrived[commit.chunk] &&
                     commit.bytes == part.bounds[commit.chunk + 1] - part.bounds[commit.chunk];
   if (!fits) {
     throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " of " +
-                                           std::to_string(commit.bytes) + " bytes, which is not expected");
+                                           std::to_string(commit.bytes) +
+                                           " bytes, which is not expected");
   }
   part.arrived[commit.chunk] = true;
   core.slots[commit.slot].state = SlotInfo::kUnpacking;
@@ -173,10 +181,11 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
   } else if (core.options.digest && found != commit.digest) {
     ++core.counters.digest_errors;
     fail_fetch(core, fetch,
-               {StatusCode::kCorrupt, "chunk " + std::to_string(commit.chunk) + " (" + std::to_string(end - begin) +
-                                          " bytes) of offer '" + fetch->spec.offer_id + "' from '" + part->peer->name +
-                                          "' over " + part->peer->link->transport() +
-                                          " does not match its digest: the blocks must not be used; fetch again"});
+               {StatusCode::kCorrupt,
+                "chunk " + std::to_string(commit.chunk) + " (" + std::to_string(end - begin) +
+                    " bytes) of offer '" + fetch->spec.offer_id + "' from '" + part->peer->name +
+                    "' over " + part->peer->link->transport() +
+                    " does not match its digest: the blocks must not be used; fetch again"});
   } else {
     core.counters.bytes_received += end - begin;
     fetch->report.bytes += end - begin;
@@ -190,7 +199,8 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
 
 void ensure_arena(AgentCore& core) {
   if (core.arena) return;
-  core.arena = std::make_unique<Arena>(core.options.arena_bytes, core.options.slot_bytes, core.options.lock_arena);
+  core.arena = std::make_unique<Arena>(core.options.arena_bytes, core.options.slot_bytes,
+                                       core.options.lock_arena);
   core.slots.resize(core.arena->num_slots());
 }
 
@@ -199,7 +209,8 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   part->id = peer.next_fetch_id++;
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
-  part->slots_wanted = static_cast<uint32_t>((part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes);
+  part->slots_wanted =
+      static_cast<uint32_t>((part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes);
   FetchReport& report = part->fetch->report;
   report.transport = peer.link->transport();
   report.link = peer.link->describe();
@@ -218,7 +229,8 @@ void grant_slots(AgentCore& core) {
     core.slots[slot] = {SlotInfo::kGranted, part->peer->id, part->id};
     part->slots.push_back(slot);
     --part->slots_wanted;
-    const auto known = std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
+    const auto known =
+        std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
     if (known == grants.end()) {
       grants.emplace_back(part, std::vector<uint32_t>{slot});
     } else {
@@ -242,7 +254,8 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   const FetchState& fetch = *part->fetch;
   if (part->accepted) throw Error(StatusCode::kProtocol, "ACCEPT came twice");
   const CacheLayout& layout = fetch.cache->layout;
-  const uint32_t token_begin = fetch.spec.table.first_token, token_end = token_begin + fetch.spec.num_tokens;
+  const uint32_t token_begin = fetch.spec.table.first_token,
+                 token_end = token_begin + fetch.spec.num_tokens;
   std::vector<uint32_t> planes(layout.planes.size());
   for (uint32_t i = 0; i < planes.size(); ++i) planes[i] = i;
   WireOrder order;
@@ -251,20 +264,22 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
     order[i] = static_cast<Axis>(accept.order[i]);
     letters += "LPTHN"[accept.order[i]];
   }
-  part->plan.emplace(layout, fetch.spec.table,
-                     Slice{part->spec.layers, part->spec.head_begin, part->spec.head_end, token_begin, token_end},
-                     tile_ends(token_begin, token_end, accept.producer_block_size, accept.producer_slot,
-                               layout.block_size, fetch.spec.table.first_slot),
-                     order, planes);
-  part->bounds = chunk_bounds(*part->plan, static_cast<uint32_t>(part->spec.layers.size()), part->chunk_bytes,
-                              accept.per_layer != 0);
+  part->plan.emplace(
+      layout, fetch.spec.table,
+      Slice{part->spec.layers, part->spec.head_begin, part->spec.head_end, token_begin, token_end},
+      tile_ends(token_begin, token_end, accept.producer_block_size, accept.producer_slot,
+                layout.block_size, fetch.spec.table.first_slot),
+      order, planes);
+  part->bounds = chunk_bounds(*part->plan, static_cast<uint32_t>(part->spec.layers.size()),
+                              part->chunk_bytes, accept.per_layer != 0);
   const auto chunks = static_cast<uint32_t>(part->bounds.size() - 1);
   if (accept.num_chunks != chunks || accept.wire_bytes != part->plan->wire_bytes()) {
-    fail_fetch(core, part->fetch,
-               {StatusCode::kMismatch, "'" + peer.name + "' means to send " + std::to_string(accept.wire_bytes) +
-                                           " bytes in " + std::to_string(accept.num_chunks) +
-                                           " chunks, this side expects " + std::to_string(part->plan->wire_bytes()) +
-                                           " in " + std::to_string(chunks)});
+    fail_fetch(
+        core, part->fetch,
+        {StatusCode::kMismatch,
+         "'" + peer.name + "' means to send " + std::to_string(accept.wire_bytes) + " bytes in " +
+             std::to_string(accept.num_chunks) + " chunks, this side expects " +
+             std::to_string(part->plan->wire_bytes()) + " in " + std::to_string(chunks)});
     return;
   }
   const auto granted = static_cast<uint32_t>(part->slots.size());
@@ -278,12 +293,13 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   const uint32_t used = (fetch.spec.table.first_slot + fetch.spec.num_tokens) % layout.block_size;
   if (used > 0) {
     ++part->fetch->unpacking;
-    run_job(core, (layout.block_size - used) * (part->wire_bytes / fetch.spec.num_tokens), [&core, part] {
-      zero_tail(*part->plan);
-      Guard guard(core);
-      --part->fetch->unpacking;
-      complete(core, part->fetch);
-    });
+    run_job(core, (layout.block_size - used) * (part->wire_bytes / fetch.spec.num_tokens),
+            [&core, part] {
+              zero_tail(*part->plan);
+              Guard guard(core);
+              --part->fetch->unpacking;
+              complete(core, part->fetch);
+            });
   }
   for (const wire::Commit& commit : std::exchange(part->early, {})) {
     claim_chunk(core, *part, commit);
@@ -324,7 +340,8 @@ void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id) {
   bool freed = false;
   for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
     const SlotInfo& info = core.slots[slot];
-    if (info.state != SlotInfo::kQuarantined || info.peer != peer.id || info.fetch_id != fetch_id) continue;
+    if (info.state != SlotInfo::kQuarantined || info.peer != peer.id || info.fetch_id != fetch_id)
+      continue;
     free_slot(core, slot);
     freed = true;
   }
@@ -334,7 +351,8 @@ void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id) {
 void free_slots_of(AgentCore& core, PeerId peer) {
   for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
     const SlotInfo& info = core.slots[slot];
-    if (info.peer != peer || info.state == SlotInfo::kFree || info.state == SlotInfo::kUnpacking) continue;
+    if (info.peer != peer || info.state == SlotInfo::kFree || info.state == SlotInfo::kUnpacking)
+      continue;
     free_slot(core, slot);
   }
   if (core.arena) grant_slots(core);
@@ -346,14 +364,16 @@ void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit) {
   if (found == peer.parts.end()) return;  // cancelled: the slot is in quarantine
   const auto part = found->second;
   if (!granted_for(core, *part, commit)) {
-    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " into slot " +
-                                           std::to_string(commit.slot) + ", which was not granted for it");
+    throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) +
+                                           " into slot " + std::to_string(commit.slot) +
+                                           ", which was not granted for it");
   }
   claim_chunk(core, *part, commit);
   run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
 }
 
-std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size, std::span<const std::byte> notice) {
+std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size,
+                             std::span<const std::byte> notice) {
   Guard guard(*core);
   if (state != kReady) return nullptr;
   try {
@@ -366,8 +386,10 @@ std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size, std::span<co
     const Part& part = *found->second;
     // Late and repeated writes are thrown away; what was asked for still comes.
     if (!granted_for(*core, part, commit)) return nullptr;
-    if (part.accepted && commit.chunk < part.arrived.size() && part.arrived[commit.chunk]) return nullptr;
-    if (size != commit.bytes || offset != static_cast<uint64_t>(commit.slot) * core->options.slot_bytes) {
+    if (part.accepted && commit.chunk < part.arrived.size() && part.arrived[commit.chunk])
+      return nullptr;
+    if (size != commit.bytes ||
+        offset != static_cast<uint64_t>(commit.slot) * core->options.slot_bytes) {
       throw Error(StatusCode::kProtocol, "a write is not where its COMMIT says");
     }
     core->slots[commit.slot].state = SlotInfo::kReceiving;
@@ -418,26 +440,33 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     return Error(StatusCode::kInvalid, "fetch of offer '" + spec.offer_id + "': " + what);
   };
   const auto cache = core.caches.find(spec.cache);
-  if (cache == core.caches.end()) throw invalid("the cache is not registered with agent '" + core.options.name + "'");
+  if (cache == core.caches.end())
+    throw invalid("the cache is not registered with agent '" + core.options.name + "'");
   const CacheLayout& layout = cache->second->layout;
   const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
-  if (spec.num_tokens == 0 || token_end > UINT32_MAX) throw invalid("it asks for no tokens, or for too many");
+  if (spec.num_tokens == 0 || token_end > UINT32_MAX)
+    throw invalid("it asks for no tokens, or for too many");
   if (spec.parts.empty()) throw invalid("it names no producer");
   if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
-  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end), /*unique=*/true);
+  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
+                      /*unique=*/true);
   for (const FetchPart& part : spec.parts) {
     if (!core.peers.contains(part.peer)) {
-      throw Error(StatusCode::kPeerLost, "fetch of offer '" + spec.offer_id + "': peer " + std::to_string(part.peer) +
+      throw Error(StatusCode::kPeerLost, "fetch of offer '" + spec.offer_id + "': peer " +
+                                             std::to_string(part.peer) +
                                              " is not connected (any more)");
     }
-    if (part.layers.empty() || part.head_begin >= part.head_end || part.head_begin < layout.first_head ||
+    if (part.layers.empty() || part.head_begin >= part.head_end ||
+        part.head_begin < layout.first_head ||
         part.head_end > layout.first_head + layout.num_heads) {
-      throw invalid("heads [" + std::to_string(part.head_begin) + ", " + std::to_string(part.head_end) +
-                    ") are not in the cache, which holds [" + std::to_string(layout.first_head) + ", " +
+      throw invalid("heads [" + std::to_string(part.head_begin) + ", " +
+                    std::to_string(part.head_end) + ") are not in the cache, which holds [" +
+                    std::to_string(layout.first_head) + ", " +
                     std::to_string(layout.first_head + layout.num_heads) + ")");
     }
     for (uint32_t layer : part.layers) {
-      if (layer >= layout.layers.size()) throw invalid("layer " + std::to_string(layer) + " is not in the cache");
+      if (layer >= layout.layers.size())
+        throw invalid("layer " + std::to_string(layer) + " is not in the cache");
     }
   }
   ensure_arena(core);
@@ -453,13 +482,15 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   ++fetch->cache->users;
   core.fetches[fetch->handle] = fetch;
   set_timer(core, fetch->timer,
-            fetch->started + std::chrono::duration_cast<Duration>(std::chrono::duration<double>(spec.timeout)),
+            fetch->started +
+                std::chrono::duration_cast<Duration>(std::chrono::duration<double>(spec.timeout)),
             [&core, fetch] {
               char limit[32];
               std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
               fail_fetch(core, fetch,
-                         {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
-                                                    limit + ": " + progress(*fetch)});
+                         {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id +
+                                                    "' did not end within " + limit + ": " +
+                                                    progress(*fetch)});
             });
   for (const FetchPart& spec_part : spec.parts) {
     auto part = std::make_shared<Part>();
@@ -504,7 +535,8 @@ Status Fetch::status() const {
 bool Fetch::wait(double timeout) const {
   state_->core->check_fork();
   Guard guard(*state_->core);
-  return state_->changed.wait_for(guard.lock(), std::chrono::duration<double>(timeout), [&] { return state_->done; });
+  return state_->changed.wait_for(guard.lock(), std::chrono::duration<double>(timeout),
+                                  [&] { return state_->done; });
 }
 
 void Fetch::cancel() {
@@ -512,7 +544,9 @@ void Fetch::cancel() {
   core.check_fork();
   Guard guard(core);
   if (state_->done) return;
-  fail_fetch(core, state_, {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
+  fail_fetch(
+      core, state_,
+      {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
   // Only copies of single chunks are waited for, never a peer.
   state_->changed.wait(guard.lock(), [&] { return state_->done; });
 }

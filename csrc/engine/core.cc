@@ -8,13 +8,16 @@ AgentCore::AgentCore(const AgentOptions& agent_options)
     : options(agent_options), fork_generation(kvxfer::fork_generation()) {
   if (options.name.empty()) throw Error(StatusCode::kInvalid, "an agent needs a name");
   if (options.slot_bytes < 4096) {
-    throw Error(StatusCode::kInvalid, "chunk_bytes is " + std::to_string(options.slot_bytes) + ": at least 4096");
+    throw Error(StatusCode::kInvalid,
+                "chunk_bytes is " + std::to_string(options.slot_bytes) + ": at least 4096");
   }
   if (options.window == 0 || options.threads == 0 || options.bulk_threads == 0) {
     throw Error(StatusCode::kInvalid, "window, threads and tcp_streams must be at least 1");
   }
-  if (!(options.heartbeat_interval > 0) || options.heartbeat_timeout < 2 * options.heartbeat_interval) {
-    throw Error(StatusCode::kInvalid, "heartbeat_timeout must be at least twice heartbeat_interval, and both positive");
+  if (!(options.heartbeat_interval > 0) ||
+      options.heartbeat_timeout < 2 * options.heartbeat_interval) {
+    throw Error(StatusCode::kInvalid,
+                "heartbeat_timeout must be at least twice heartbeat_interval, and both positive");
   }
   pool = std::make_unique<ThreadPool>(options.threads, "kvx-work");
   io = std::make_unique<IoThreads>(options.bulk_threads);
@@ -24,9 +27,10 @@ AgentCore::~AgentCore() = default;
 
 void AgentCore::check_fork() const {
   if (fork_generation != kvxfer::fork_generation()) {
-    throw Error(StatusCode::kClosed, "agent '" + options.name +
-                                         "' was made before a fork() and does not exist in the child: make a new "
-                                         "agent there, or start the child with spawn instead of fork");
+    throw Error(StatusCode::kClosed,
+                "agent '" + options.name +
+                    "' was made before a fork() and does not exist in the child: make a new "
+                    "agent there, or start the child with spawn instead of fork");
   }
 }
 
@@ -55,7 +59,8 @@ void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job) {
   }
 }
 
-void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when, std::function<void()> action) {
+void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when,
+               std::function<void()> action) {
   clear_timer(core, timer);
   timer = core.timers.add(when, [&timer, action = std::move(action)] {
     timer.reset();

@@ -23,8 +23,8 @@
 #include "kvxfer/agent.h"
 #include "wire/messages.h"
 
-// State of an agent. One mutex, AgentCore::mutex, guards all of it; packing, unpacking and writes to
-// transports run outside. Any thread may run the state machine: a worker that has packed a chunk
+// State of an agent. One mutex, AgentCore::mutex, guards all of it; packing, unpacking and writes
+// to transports run outside. Any thread may run the state machine: a worker that has packed a chunk
 // sends its commit itself, so nothing waits for another thread to wake up.
 //
 // All free functions here need the mutex held, but for jobs given to run_job().
@@ -73,9 +73,9 @@ struct Serve {
   wire::Fetch request;
   std::shared_ptr<OfferState> offer;  // null while it waits for one
   std::optional<CopyPlan> plan;
-  std::vector<uint64_t> bounds;          // chunk i is wire bytes [bounds[i], bounds[i + 1])
-  std::vector<int32_t> wire_layer;       // cache layer -> wire layer, -1: not asked for
-  bool per_layer = false;                // no chunk spans two layers
+  std::vector<uint64_t> bounds;     // chunk i is wire bytes [bounds[i], bounds[i + 1])
+  std::vector<int32_t> wire_layer;  // cache layer -> wire layer, -1: not asked for
+  bool per_layer = false;           // no chunk spans two layers
   std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
   std::deque<uint32_t> credits;
   uint32_t in_flight = 0;  // packs and writes
@@ -92,14 +92,14 @@ struct Part {
   FetchPart spec;
   uint64_t wire_bytes = 0;
   uint32_t chunk_bytes = 0;
-  std::optional<CopyPlan> plan;    // once accepted
+  std::optional<CopyPlan> plan;  // once accepted
   std::vector<uint64_t> bounds;
-  std::vector<bool> arrived;       // by chunk
-  std::vector<wire::Commit> early; // landed before the ACCEPT
-  uint32_t chunks_left = 0;        // to unpack; an estimate until accepted
-  uint32_t slots_wanted = 0;       // grants that are still to be made
-  std::vector<uint32_t> slots;     // granted and not yet given back, in any state
-  bool hungry = false;             // in AgentCore::hungry
+  std::vector<bool> arrived;        // by chunk
+  std::vector<wire::Commit> early;  // landed before the ACCEPT
+  uint32_t chunks_left = 0;         // to unpack; an estimate until accepted
+  uint32_t slots_wanted = 0;        // grants that are still to be made
+  std::vector<uint32_t> slots;      // granted and not yet given back, in any state
+  bool hungry = false;              // in AgentCore::hungry
   bool sent = false, accepted = false, done = false;
 };
 
@@ -156,7 +156,8 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   uint64_t next_fetch_id = 1;
 
   void on_message(Link& link, std::span<const std::byte> message) override;
-  std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size, std::span<const std::byte> notice) override;
+  std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size,
+                         std::span<const std::byte> notice) override;
   void on_landed(Link& link, std::span<const std::byte> notice, bool accepted) override;
   void on_written(Link& link, uint64_t token, bool ok) override;
   void on_closed(Link& link, const std::string& reason) override;
@@ -196,12 +197,14 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   // Producer side.
   std::map<Generation, std::shared_ptr<OfferState>> offers;
   std::unordered_map<std::string, Generation> offer_ids;
-  std::map<Generation, std::set<std::shared_ptr<Serve>>> waiting;  // fetches whose offer is not there yet
-  std::map<Generation, Status> history;                            // how offers ended, the newest ones
+  std::map<Generation, std::set<std::shared_ptr<Serve>>>
+      waiting;                           // fetches whose offer is not there yet
+  std::map<Generation, Status> history;  // how offers ended, the newest ones
   std::deque<Generation> history_order;
   std::deque<std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit; round robin
   uint32_t packing = 0;
-  std::unique_ptr<Arena> staging;  // where chunks wait for transports that don't map the peer's arena
+  std::unique_ptr<Arena>
+      staging;  // where chunks wait for transports that don't map the peer's arena
   std::map<uint64_t, Writing> writing;
   uint64_t next_token = 1;
 
@@ -234,7 +237,8 @@ class Guard {
 };
 
 // core.cc
-void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when, std::function<void()> action);
+void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when,
+               std::function<void()> action);
 void clear_timer(AgentCore& core, std::optional<Timers::Id>& timer);
 // Runs a job that handles `bytes`: small ones on the control loop's thread when that is the caller,
 // else on the pool.
@@ -250,9 +254,11 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
 void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit);
 void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id);
 void handle_cancel(AgentCore& core, Peer& peer, uint64_t fetch_id);
-void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve, const std::shared_ptr<OfferState>& offer);
+void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
+                   const std::shared_ptr<OfferState>& offer);
 void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer);
-void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve, std::optional<wire::Bytes> last_word);
+void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
+               std::optional<wire::Bytes> last_word);
 void start_packs(AgentCore& core);
 
 // consumer.cc
@@ -272,7 +278,8 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why);
 void beat(AgentCore& core);
 
 // chunks.cc
-std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes, bool per_layer);
+std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes,
+                                   bool per_layer);
 uint64_t chunk_seed(const Generation& generation, uint64_t wire_begin);
 
 }  // namespace kvxfer

@@ -15,8 +15,8 @@ namespace kvxfer {
 UniqueFd make_event() {
   UniqueFd event(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!event) {
-    throw Error(StatusCode::kNoResources,
-                std::string("eventfd: ") + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
+    throw Error(StatusCode::kNoResources, std::string("eventfd: ") + std::strerror(errno) +
+                                              "; raise the limit of open files (ulimit -n)");
   }
   return event;
 }

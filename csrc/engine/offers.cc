@@ -7,7 +7,9 @@ namespace {
 
 constexpr size_t kHistory = 4096;  // ended offers whose fate late fetches are told
 
-Duration seconds(double value) { return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value)); }
+Duration seconds(double value) {
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
+}
 
 void remember(AgentCore& core, const Generation& generation, const Status& outcome) {
   core.history[generation] = outcome;
@@ -26,7 +28,8 @@ void arm_lease(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
     }
     const auto lease = std::chrono::duration<double>(offer->lease).count();
     end_offer(core, offer,
-              {StatusCode::kExpired, "offer '" + offer->id + "': no consumer was heard from during its lease of " +
+              {StatusCode::kExpired, "offer '" + offer->id +
+                                         "': no consumer was heard from during its lease of " +
                                          std::to_string(lease) + " s"});
   });
 }
@@ -45,14 +48,16 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
   core.offers.erase(offer->generation);
   core.offer_ids.erase(offer->id);
   remember(core, offer->generation,
-           outcome.ok() ? Status{StatusCode::kStale, "offer '" + offer->id +
-                                                         "' was fetched by all its consumers and has ended"}
-                        : outcome);
+           outcome.ok()
+               ? Status{StatusCode::kStale,
+                        "offer '" + offer->id + "' was fetched by all its consumers and has ended"}
+               : outcome);
   const Status told = core.history[offer->generation];
   offer->outcome = std::move(outcome);
   const auto serves = offer->serves;
   for (const auto& serve : serves) {
-    end_serve(core, serve, wire::Refused{serve->request.fetch_id, told.code, told.message}.encode());
+    end_serve(core, serve,
+              wire::Refused{serve->request.fetch_id, told.code, told.message}.encode());
   }
   release_if_unread(core, *offer);
 }
@@ -73,26 +78,34 @@ Offer Agent::offer(const OfferSpec& spec) {
   core.check_open();
   const auto cache = core.caches.find(spec.cache);
   if (cache == core.caches.end()) {
-    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': the cache is not registered with agent '" +
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id +
+                                          "': the cache is not registered with agent '" +
                                           core.options.name + "'");
   }
   if (spec.id.empty() || spec.id.size() > wire::kMaxName) {
-    throw Error(StatusCode::kInvalid, "an offer's id must have 1 to " + std::to_string(wire::kMaxName) + " bytes");
+    throw Error(StatusCode::kInvalid,
+                "an offer's id must have 1 to " + std::to_string(wire::kMaxName) + " bytes");
   }
-  if (spec.num_tokens == 0) throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' has no tokens");
+  if (spec.num_tokens == 0)
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' has no tokens");
   if (!(spec.lease > 0) || spec.consumers == 0) {
-    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': lease and consumers must be positive");
+    throw Error(StatusCode::kInvalid,
+                "offer '" + spec.id + "': lease and consumers must be positive");
   }
   if (core.offer_ids.contains(spec.id) || core.offers.contains(spec.generation)) {
-    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' is open already: release it first, or use another id");
+    throw Error(StatusCode::kInvalid,
+                "offer '" + spec.id + "' is open already: release it first, or use another id");
   }
   if (core.history.contains(spec.generation)) {
-    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "': its generation was used before; draw a new one");
+    throw Error(StatusCode::kInvalid,
+                "offer '" + spec.id + "': its generation was used before; draw a new one");
   }
   const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
-  if (token_end > UINT32_MAX) throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' ends beyond 2^32 tokens");
+  if (token_end > UINT32_MAX)
+    throw Error(StatusCode::kInvalid, "offer '" + spec.id + "' ends beyond 2^32 tokens");
   const CacheLayout& layout = cache->second->layout;
-  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end), /*unique=*/false);
+  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
+                      /*unique=*/false);
 
   auto offer = std::make_shared<OfferState>();
   offer->core = core_;
@@ -128,8 +141,9 @@ void Offer::mark_ready(uint32_t layer) {
   core.check_fork();
   Guard guard(core);
   if (layer >= state_->ready.size()) {
-    throw Error(StatusCode::kInvalid, "offer '" + state_->id + "': there is no layer " + std::to_string(layer) +
-                                          ", the cache has " + std::to_string(state_->ready.size()));
+    throw Error(StatusCode::kInvalid, "offer '" + state_->id + "': there is no layer " +
+                                          std::to_string(layer) + ", the cache has " +
+                                          std::to_string(state_->ready.size()));
   }
   layer_ready(core, *state_, layer);
   start_packs(core);
@@ -147,7 +161,8 @@ void Offer::release() {
   AgentCore& core = *state_->core;
   core.check_fork();
   Guard guard(core);
-  end_offer(core, state_, {StatusCode::kCancelled, "offer '" + state_->id + "' was released by its owner"});
+  end_offer(core, state_,
+            {StatusCode::kCancelled, "offer '" + state_->id + "' was released by its owner"});
 }
 
 bool Offer::released() const {

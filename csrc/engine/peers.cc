@@ -11,7 +11,8 @@ constexpr size_t kMaxLayouts = 1024;  // caches that one peer may announce
 void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   if (peer.state != Peer::kGreeting) throw Error(StatusCode::kProtocol, "HELLO came twice");
   if (hello.name != peer.name || hello.incarnation != peer.incarnation) {
-    throw Error(StatusCode::kProtocol, "the handshake was with '" + peer.name + "', but '" + hello.name +
+    throw Error(StatusCode::kProtocol, "the handshake was with '" + peer.name + "', but '" +
+                                           hello.name +
                                            "' or another incarnation of it said HELLO");
   }
   if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
@@ -25,8 +26,9 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
 
 // Layouts of a peer are compared with ours, never dereferenced: addresses are relative.
 CacheLayout to_layout(const wire::Layout& message) {
-  if (message.element > static_cast<uint8_t>(ElementType::kFloat8E5M2FNUZ) || message.block_size == 0 ||
-      message.num_heads == 0 || message.layers.empty() || message.planes.empty()) {
+  if (message.element > static_cast<uint8_t>(ElementType::kFloat8E5M2FNUZ) ||
+      message.block_size == 0 || message.num_heads == 0 || message.layers.empty() ||
+      message.planes.empty()) {
     throw Error(StatusCode::kProtocol, "LAYOUT describes no cache");
   }
   CacheLayout layout;
@@ -39,13 +41,14 @@ CacheLayout to_layout(const wire::Layout& message) {
   layout.layers = message.layers;
   for (const auto& plane : message.planes) layout.planes.push_back({plane.name, plane.content});
   for (const auto& view : message.views) {
-    layout.views.push_back({reinterpret_cast<std::byte*>(view.offset), view.block_stride, view.head_stride,
-                            view.token_stride, view.content_stride});
+    layout.views.push_back({reinterpret_cast<std::byte*>(view.offset), view.block_stride,
+                            view.head_stride, view.token_stride, view.content_stride});
   }
   return layout;
 }
 
-void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer, std::span<const std::byte> message) {
+void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
+              std::span<const std::byte> message) {
   using wire::MessageType;
   const MessageType type = wire::type_of(message);
   const auto body = message.subspan(1);
@@ -64,7 +67,8 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer, std::span<cons
   switch (type) {
     case MessageType::kHello: return greet(core, *peer, wire::Hello::decode(body));
     case MessageType::kLayout: {
-      if (peer->layouts.size() >= kMaxLayouts) throw Error(StatusCode::kProtocol, "too many caches");
+      if (peer->layouts.size() >= kMaxLayouts)
+        throw Error(StatusCode::kProtocol, "too many caches");
       const auto layout = wire::Layout::decode(body);
       peer->layouts[layout.cache_id] = to_layout(layout);
       return;
@@ -85,11 +89,14 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer, std::span<cons
     case MessageType::kRenew: {
       const auto renew = wire::Renew::decode(body);
       const auto offer = core.offers.find(renew.generation);
-      if (offer != core.offers.end() && offer->second->id == renew.offer_id) renew_lease(*offer->second);
+      if (offer != core.offers.end() && offer->second->id == renew.offer_id)
+        renew_lease(*offer->second);
       return;
     }
     case MessageType::kBye:
-      return drop_peer(core, peer, {StatusCode::kPeerLost, "'" + peer->name + "' said goodbye: " + wire::decode_bye(body)});
+      return drop_peer(
+          core, peer,
+          {StatusCode::kPeerLost, "'" + peer->name + "' said goodbye: " + wire::decode_bye(body)});
   }
 }
 
@@ -124,7 +131,8 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
   for (const auto& [id, serve] : serves) end_serve(core, serve, std::nullopt);
   const auto parts = peer->parts;
   for (const auto& [id, part] : parts) fail_fetch(core, part->fetch, peer->failure);
-  for (const auto& part : std::exchange(peer->pending, {})) fail_fetch(core, part->fetch, peer->failure);
+  for (const auto& part : std::exchange(peer->pending, {}))
+    fail_fetch(core, part->fetch, peer->failure);
   if (peer->link) peer->link->close(peer->failure.message);
 }
 
@@ -141,14 +149,16 @@ void beat(AgentCore& core) {
     if (was_stopped) peer->last_heard = now;
     const auto silence = std::chrono::duration<double>(now - peer->last_heard.load());
     if (silence > timeout) {
-      drop_peer(core, peer, {StatusCode::kPeerLost, "lost '" + peer->name + "': not a word for " +
-                                                        std::to_string(silence.count()) +
-                                                        " s; its host, its process or the network has stopped"});
+      drop_peer(core, peer,
+                {StatusCode::kPeerLost,
+                 "lost '" + peer->name + "': not a word for " + std::to_string(silence.count()) +
+                     " s; its host, its process or the network has stopped"});
       continue;
     }
     peer->link->send(wire::encode_ping());
   }
-  set_timer(core, core.heartbeat, now + std::chrono::duration_cast<Duration>(interval), [&core] { beat(core); });
+  set_timer(core, core.heartbeat, now + std::chrono::duration_cast<Duration>(interval),
+            [&core] { beat(core); });
 }
 
 PeerId Agent::add_peer(const std::string& name) {
@@ -164,7 +174,8 @@ PeerId Agent::add_peer(const std::string& name) {
   return peer->id;
 }
 
-void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, bool inbound, const std::string& why) {
+void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, bool inbound,
+                   const std::string& why) {
   AgentCore& core = *core_;
   core.check_fork();
   Guard guard(core);

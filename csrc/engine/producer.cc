@@ -18,11 +18,14 @@ std::string range(uint32_t begin, uint32_t end) {
 }
 
 // Everything about the two caches and the slice that must agree. Throws Error(kMismatch).
-void check_fit(const AgentCore& core, const wire::Fetch& request, const OfferState& offer, const CacheLayout& theirs) {
+void check_fit(const AgentCore& core, const wire::Fetch& request, const OfferState& offer,
+               const CacheLayout& theirs) {
   const CacheLayout& ours = offer.cache->layout;
-  const auto mismatch = [&](const std::string& what, const std::string& held, const std::string& wanted) {
-    throw Error(StatusCode::kMismatch, "offer '" + offer.id + "': " + what + ": producer '" + core.options.name +
-                                           "' has " + held + ", the consumer's cache has " + wanted);
+  const auto mismatch = [&](const std::string& what, const std::string& held,
+                            const std::string& wanted) {
+    throw Error(StatusCode::kMismatch, "offer '" + offer.id + "': " + what + ": producer '" +
+                                           core.options.name + "' has " + held +
+                                           ", the consumer's cache has " + wanted);
   };
   if (!ours.model.empty() && !theirs.model.empty() && ours.model != theirs.model) {
     mismatch("different models", "'" + ours.model + "'", "'" + theirs.model + "'");
@@ -43,19 +46,24 @@ void check_fit(const AgentCore& core, const wire::Fetch& request, const OfferSta
       return mine.name == plane.name && mine.content == plane.content;
     });
   }
-  if (!same_planes) mismatch("different planes or head sizes", plane_list(ours), plane_list(theirs));
+  if (!same_planes)
+    mismatch("different planes or head sizes", plane_list(ours), plane_list(theirs));
   for (uint32_t layer : request.layers) {
-    if (layer >= theirs.layers.size()) throw Error(StatusCode::kProtocol, "FETCH names a layer that LAYOUT has not");
+    if (layer >= theirs.layers.size())
+      throw Error(StatusCode::kProtocol, "FETCH names a layer that LAYOUT has not");
     if (!offer.cache->layer_index.contains(theirs.layers[layer])) {
-      throw Error(StatusCode::kMismatch, "offer '" + offer.id + "': producer '" + core.options.name +
-                                             "' holds no layer '" + theirs.layers[layer] + "'; it holds " +
-                                             std::to_string(ours.layers.size()) + " layers, the first is '" +
-                                             ours.layers.front() + "'");
+      throw Error(StatusCode::kMismatch, "offer '" + offer.id + "': producer '" +
+                                             core.options.name + "' holds no layer '" +
+                                             theirs.layers[layer] + "'; it holds " +
+                                             std::to_string(ours.layers.size()) +
+                                             " layers, the first is '" + ours.layers.front() + "'");
     }
   }
   const uint32_t head_end = ours.first_head + ours.num_heads;
-  if (request.head_begin < ours.first_head || request.head_end > head_end || request.head_begin >= request.head_end) {
-    mismatch("kv heads", range(ours.first_head, head_end), "asked for " + range(request.head_begin, request.head_end));
+  if (request.head_begin < ours.first_head || request.head_end > head_end ||
+      request.head_begin >= request.head_end) {
+    mismatch("kv heads", range(ours.first_head, head_end),
+             "asked for " + range(request.head_begin, request.head_end));
   }
   if (request.token_begin < offer.table.first_token || request.token_end > offer.token_end ||
       request.token_begin >= request.token_end) {
@@ -63,11 +71,13 @@ void check_fit(const AgentCore& core, const wire::Fetch& request, const OfferSta
              "asked for " + range(request.token_begin, request.token_end));
   }
   if (request.codec != 0) {
-    throw Error(StatusCode::kMismatch, "codec " + std::to_string(request.codec) + " is not known here, only raw (0)");
+    throw Error(StatusCode::kMismatch,
+                "codec " + std::to_string(request.codec) + " is not known here, only raw (0)");
   }
-  if (request.layers.empty() || request.chunk_bytes == 0 || request.chunk_bytes > core.options.slot_bytes ||
-      request.slot_in_block >= theirs.block_size) {
-    throw Error(StatusCode::kProtocol, "FETCH is out of bounds: no layers, or chunk or slot too large");
+  if (request.layers.empty() || request.chunk_bytes == 0 ||
+      request.chunk_bytes > core.options.slot_bytes || request.slot_in_block >= theirs.block_size) {
+    throw Error(StatusCode::kProtocol,
+                "FETCH is out of bounds: no layers, or chunk or slot too large");
   }
 }
 
@@ -78,25 +88,28 @@ void plan_serve(Serve& serve, const OfferState& offer, const CacheLayout& theirs
   serve.wire_layer.assign(ours.layers.size(), -1);
   for (size_t i = 0; i < request.layers.size(); ++i) {
     const uint32_t layer = offer.cache->layer_index.at(theirs.layers[request.layers[i]]);
-    if (serve.wire_layer[layer] >= 0) throw Error(StatusCode::kProtocol, "FETCH names a layer twice");
+    if (serve.wire_layer[layer] >= 0)
+      throw Error(StatusCode::kProtocol, "FETCH names a layer twice");
     serve.wire_layer[layer] = static_cast<int32_t>(i);
     slice.layers.push_back(layer);
   }
   std::vector<uint32_t> plane_of;
   for (const PlaneSpec& plane : theirs.planes) {
-    const auto mine = std::find_if(ours.planes.begin(), ours.planes.end(),
-                                   [&](const PlaneSpec& candidate) { return candidate.name == plane.name; });
+    const auto mine =
+        std::find_if(ours.planes.begin(), ours.planes.end(),
+                     [&](const PlaneSpec& candidate) { return candidate.name == plane.name; });
     plane_of.push_back(static_cast<uint32_t>(mine - ours.planes.begin()));
   }
-  const uint32_t slot = (offer.table.first_slot + request.token_begin - offer.table.first_token) % ours.block_size;
+  const uint32_t slot =
+      (offer.table.first_slot + request.token_begin - offer.table.first_token) % ours.block_size;
   serve.per_layer = offer.ready_left > 0;
   const WireOrder order = choose_wire_order(ours, theirs, serve.per_layer);
   serve.plan.emplace(ours, offer.table, slice,
-                     tile_ends(request.token_begin, request.token_end, ours.block_size, slot, theirs.block_size,
-                               request.slot_in_block),
+                     tile_ends(request.token_begin, request.token_end, ours.block_size, slot,
+                               theirs.block_size, request.slot_in_block),
                      order, plane_of);
-  serve.bounds = chunk_bounds(*serve.plan, static_cast<uint32_t>(slice.layers.size()), request.chunk_bytes,
-                              serve.per_layer);
+  serve.bounds = chunk_bounds(*serve.plan, static_cast<uint32_t>(slice.layers.size()),
+                              request.chunk_bytes, serve.per_layer);
   wire::Accept accept;
   accept.fetch_id = request.fetch_id;
   for (size_t i = 0; i < order.size(); ++i) accept.order[i] = static_cast<uint8_t>(order[i]);
@@ -118,8 +131,8 @@ void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
 std::pair<uint32_t, uint32_t> chunks_of_layer(const Serve& serve, uint32_t layer) {
   const uint64_t layer_bytes = serve.plan->wire_bytes() / serve.request.layers.size();
   const auto index = [&](uint64_t offset) {
-    return static_cast<uint32_t>(std::lower_bound(serve.bounds.begin(), serve.bounds.end(), offset) -
-                                 serve.bounds.begin());
+    return static_cast<uint32_t>(
+        std::lower_bound(serve.bounds.begin(), serve.bounds.end(), offset) - serve.bounds.begin());
   };
   return {index(layer * layer_bytes), index((layer + 1) * layer_bytes)};
 }
@@ -144,10 +157,12 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
   const uint64_t begin = serve->bounds[chunk], end = serve->bounds[chunk + 1];
   const auto& link = serve->peer->link;
   const uint64_t offset = static_cast<uint64_t>(slot) * serve->peer->slot_bytes;
-  std::byte* wire_bytes = staging_slot ? core.staging->slot(*staging_slot) : link->mapped_arena().data() + offset;
+  std::byte* wire_bytes =
+      staging_slot ? core.staging->slot(*staging_slot) : link->mapped_arena().data() + offset;
   wire::Commit commit{serve->request.fetch_id, chunk, slot, static_cast<uint32_t>(end - begin), {}};
-  commit.digest = pack(*serve->plan, begin, end, wire_bytes, chunk_seed(serve->request.generation, begin),
-                       serve->request.with_digest != 0);
+  commit.digest =
+      pack(*serve->plan, begin, end, wire_bytes, chunk_seed(serve->request.generation, begin),
+           serve->request.with_digest != 0);
   const wire::Bytes message = commit.encode();
   uint64_t token = 0;
   bool write = false;
@@ -177,7 +192,8 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 }  // namespace
 
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request) {
-  if (peer->serves.contains(request.fetch_id)) throw Error(StatusCode::kProtocol, "FETCH repeats an id in use");
+  if (peer->serves.contains(request.fetch_id))
+    throw Error(StatusCode::kProtocol, "FETCH repeats an id in use");
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
@@ -185,7 +201,8 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
     peer->link->send(refusal(*serve, code, reason));
   };
   if (peer->serves.size() >= kMaxServesPerPeer) {
-    return refuse(StatusCode::kNoResources, "'" + core.options.name + "' serves too many fetches of this peer at once");
+    return refuse(StatusCode::kNoResources,
+                  "'" + core.options.name + "' serves too many fetches of this peer at once");
   }
   const Generation& generation = serve->request.generation;
   const auto found = core.offers.find(generation);
@@ -198,18 +215,21 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
     return refuse(past->second.code, past->second.message);
   }
   if (core.offer_ids.contains(serve->request.offer_id)) {
-    return refuse(StatusCode::kStale, "offer '" + serve->request.offer_id + "' has a newer generation on '" +
-                                          core.options.name + "' than the ticket: ask for a new ticket");
+    return refuse(StatusCode::kStale, "offer '" + serve->request.offer_id +
+                                          "' has a newer generation on '" + core.options.name +
+                                          "' than the ticket: ask for a new ticket");
   }
   peer->serves[serve->request.fetch_id] = serve;
   core.waiting[generation].insert(serve);
 }
 
-void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve, const std::shared_ptr<OfferState>& offer) {
+void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
+                   const std::shared_ptr<OfferState>& offer) {
   try {
     if (serve->request.offer_id != offer->id) {
-      throw Error(StatusCode::kStale, "the ticket names offer '" + serve->request.offer_id +
-                                          "', but its generation belongs to another: the ticket is damaged");
+      throw Error(StatusCode::kStale,
+                  "the ticket names offer '" + serve->request.offer_id +
+                      "', but its generation belongs to another: the ticket is damaged");
     }
     const auto layout = serve->peer->layouts.find(serve->request.cache_id);
     if (layout == serve->peer->layouts.end()) {
@@ -229,7 +249,8 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve, const s
   } else {
     for (uint32_t layer = 0; layer < offer->ready.size(); ++layer) {
       if (offer->ready[layer] && serve->wire_layer[layer] >= 0) {
-        serve->ready.push_back(chunks_of_layer(*serve, static_cast<uint32_t>(serve->wire_layer[layer])));
+        serve->ready.push_back(
+            chunks_of_layer(*serve, static_cast<uint32_t>(serve->wire_layer[layer])));
       }
     }
   }
@@ -244,7 +265,8 @@ void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer) {
   renew_lease(offer);  // the owner is alive and at work on it
   for (const auto& serve : offer.serves) {
     if (serve->ended || serve->wire_layer[layer] < 0) continue;
-    serve->ready.push_back(chunks_of_layer(*serve, static_cast<uint32_t>(serve->wire_layer[layer])));
+    serve->ready.push_back(
+        chunks_of_layer(*serve, static_cast<uint32_t>(serve->wire_layer[layer])));
     queue_serve(core, serve);
   }
 }
@@ -256,7 +278,8 @@ void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit) {
   const auto mapped = peer.link->mapped_arena();
   for (uint32_t slot : credit.slots) {
     const uint64_t end = static_cast<uint64_t>(slot) * peer.slot_bytes + serve->request.chunk_bytes;
-    if (!mapped.empty() && end > mapped.size()) throw Error(StatusCode::kProtocol, "CREDIT for a slot outside the arena");
+    if (!mapped.empty() && end > mapped.size())
+      throw Error(StatusCode::kProtocol, "CREDIT for a slot outside the arena");
     // Credits for an offer that is not there yet wait with the request.
     (serve->plan ? serve->credits.push_back(slot) : serve->request.slots.push_back(slot));
   }
@@ -267,13 +290,15 @@ void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit) {
   start_packs(core);
 }
 
-void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve, std::optional<wire::Bytes> last_word) {
+void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
+               std::optional<wire::Bytes> last_word) {
   if (serve->ended) return;
   serve->ended = true;
   serve->last_word = std::move(last_word);
   serve->ready.clear();
   serve->credits.clear();
-  if (const auto early = core.waiting.find(serve->request.generation); early != core.waiting.end()) {
+  if (const auto early = core.waiting.find(serve->request.generation);
+      early != core.waiting.end()) {
     early->second.erase(serve);
     if (early->second.empty()) core.waiting.erase(early);
   }
@@ -334,7 +359,9 @@ void start_packs(AgentCore& core) {
     ++core.packing;
     queue_serve(core, serve);
     run_job(core, serve->bounds[chunk + 1] - serve->bounds[chunk],
-            [&core, serve, chunk, slot, staging_slot] { pack_chunk(core, serve, chunk, slot, staging_slot); });
+            [&core, serve, chunk, slot, staging_slot] {
+              pack_chunk(core, serve, chunk, slot, staging_slot);
+            });
   }
 }
 

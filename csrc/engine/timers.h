@@ -9,8 +9,8 @@
 
 namespace kvxfer {
 
-// Deadlines in the order they fall due. Not thread-safe: guarded by the agent's mutex, which is also
-// held while an action runs.
+// Deadlines in the order they fall due. Not thread-safe: guarded by the agent's mutex, which is
+// also held while an action runs.
 class Timers {
  public:
   using Action = std::function<void()>;

@@ -13,7 +13,8 @@ ByteWriter begin(MessageType type) {
 
 StatusCode checked_code(uint8_t code) {
   if (code == 0 || code > static_cast<uint8_t>(StatusCode::kProtocol)) {
-    throw Error(StatusCode::kProtocol, "REFUSED carries the unknown status " + std::to_string(code));
+    throw Error(StatusCode::kProtocol,
+                "REFUSED carries the unknown status " + std::to_string(code));
   }
   return static_cast<StatusCode>(code);
 }
@@ -23,7 +24,8 @@ StatusCode checked_code(uint8_t code) {
 MessageType type_of(std::span<const std::byte> message) {
   if (message.empty()) throw Error(StatusCode::kProtocol, "empty message");
   const auto type = static_cast<uint8_t>(message[0]);
-  if (type < static_cast<uint8_t>(MessageType::kHello) || type > static_cast<uint8_t>(MessageType::kBye)) {
+  if (type < static_cast<uint8_t>(MessageType::kHello) ||
+      type > static_cast<uint8_t>(MessageType::kBye)) {
     throw Error(StatusCode::kProtocol, "unknown message type " + std::to_string(type));
   }
   return static_cast<MessageType>(type);
@@ -69,7 +71,8 @@ Bytes Layout::encode() const {
   }
   for (const View& view : views) {
     out.put(view.offset);
-    for (int64_t s : {view.block_stride, view.head_stride, view.token_stride, view.content_stride}) out.put_signed(s);
+    for (int64_t s : {view.block_stride, view.head_stride, view.token_stride, view.content_stride})
+      out.put_signed(s);
   }
   return out.take();
 }
@@ -99,7 +102,8 @@ Layout Layout::decode(std::span<const std::byte> body) {
   for (uint32_t i = 0; i < num_views; ++i) {
     View view;
     view.offset = in.get<uint64_t>();
-    for (int64_t* s : {&view.block_stride, &view.head_stride, &view.token_stride, &view.content_stride}) {
+    for (int64_t* s :
+         {&view.block_stride, &view.head_stride, &view.token_stride, &view.content_stride}) {
       *s = in.get_signed();
     }
     m.views.push_back(view);
@@ -115,7 +119,8 @@ Bytes Fetch::encode() const {
   out.put_raw(generation);
   out.put(cache_id);
   out.put_list(layers);
-  for (uint32_t field : {head_begin, head_end, token_begin, token_end, slot_in_block}) out.put(field);
+  for (uint32_t field : {head_begin, head_end, token_begin, token_end, slot_in_block})
+    out.put(field);
   out.put(codec);
   out.put(with_digest);
   out.put(chunk_bytes);
@@ -131,7 +136,8 @@ Fetch Fetch::decode(std::span<const std::byte> body) {
   m.generation = in.get_array<16>();
   m.cache_id = in.get<uint32_t>();
   m.layers = in.get_list(kMaxLayers);
-  for (uint32_t* field : {&m.head_begin, &m.head_end, &m.token_begin, &m.token_end, &m.slot_in_block}) {
+  for (uint32_t* field :
+       {&m.head_begin, &m.head_end, &m.token_begin, &m.token_end, &m.slot_in_block}) {
     *field = in.get<uint32_t>();
   }
   m.codec = in.get<uint8_t>();
@@ -162,7 +168,8 @@ Accept Accept::decode(std::span<const std::byte> body) {
   for (uint8_t& axis : m.order) {
     axis = in.get<uint8_t>();
     if (axis >= m.order.size() || (seen & 1u << axis)) {
-      throw Error(StatusCode::kProtocol, "ACCEPT names a wire order that is no permutation of the five axes");
+      throw Error(StatusCode::kProtocol,
+                  "ACCEPT names a wire order that is no permutation of the five axes");
     }
     seen |= 1u << axis;
   }
@@ -172,7 +179,8 @@ Accept Accept::decode(std::span<const std::byte> body) {
   m.producer_block_size = in.get<uint32_t>();
   m.producer_slot = in.get<uint32_t>();
   if (m.producer_slot >= m.producer_block_size) {
-    throw Error(StatusCode::kProtocol, "ACCEPT names slot " + std::to_string(m.producer_slot) + " of a block of " +
+    throw Error(StatusCode::kProtocol, "ACCEPT names slot " + std::to_string(m.producer_slot) +
+                                           " of a block of " +
                                            std::to_string(m.producer_block_size));
   }
   in.expect_end();

@@ -36,8 +36,8 @@ enum class MessageType : uint8_t {
 using Generation = std::array<std::byte, 16>;
 using Bytes = std::vector<std::byte>;
 
-constexpr uint32_t kMaxName = 1024;         // bytes of any name or id
-constexpr uint32_t kMaxText = 8192;         // bytes of a reason
+constexpr uint32_t kMaxName = 1024;  // bytes of any name or id
+constexpr uint32_t kMaxText = 8192;  // bytes of a reason
 constexpr uint32_t kMaxLayers = 4096;
 constexpr uint32_t kMaxPlanes = 16;
 constexpr uint32_t kMaxSlots = 1u << 20;
@@ -93,8 +93,8 @@ struct Fetch {
   uint32_t slot_in_block = 0;  // of token_begin in the consumer's first block
   uint8_t codec = 0;           // 0: raw
   uint8_t with_digest = 1;
-  uint32_t chunk_bytes = 0;      // most bytes of a chunk
-  std::vector<uint32_t> slots;   // first credits
+  uint32_t chunk_bytes = 0;     // most bytes of a chunk
+  std::vector<uint32_t> slots;  // first credits
 
   Bytes encode() const;
   static Fetch decode(std::span<const std::byte> body);

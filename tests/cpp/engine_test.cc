@@ -1,5 +1,5 @@
-// The engine over every transport, at the level of C++: what Python's tests cannot do under a thread
-// sanitizer.
+// The engine over every transport, at the level of C++: what Python's tests cannot do under a
+// thread sanitizer.
 
 #include <algorithm>
 #include <atomic>
@@ -26,7 +26,8 @@ enum class Order { kHeadMajor, kTokenMajor };
 // Paged memory of a small model: separate K and V planes in one allocation, bfloat16.
 struct TestCache {
   TestCache(uint32_t layers, uint32_t blocks, uint32_t block_size, Order order)
-      : num_blocks(blocks), memory(size_t{layers} * 2 * blocks * block_size * kHeads * kContent * 2) {
+      : num_blocks(blocks),
+        memory(size_t{layers} * 2 * blocks * block_size * kHeads * kContent * 2) {
     layout.num_blocks = blocks;
     layout.block_size = block_size;
     layout.num_heads = kHeads;
@@ -36,15 +37,17 @@ struct TestCache {
       layout.layers.push_back("layer." + std::to_string(layer));
       for (int plane = 0; plane < 2; ++plane) {
         std::byte* data = memory.data() + (layer * 2 + plane) * block * blocks;
-        layout.views.push_back(order == Order::kHeadMajor ? PlaneView{data, block, row * block_size, row, 2}
-                                                          : PlaneView{data, block, row, row * kHeads, 2});
+        layout.views.push_back(order == Order::kHeadMajor
+                                   ? PlaneView{data, block, row * block_size, row, 2}
+                                   : PlaneView{data, block, row, row * kHeads, 2});
       }
     }
   }
 
   std::byte* row(uint32_t layer, uint32_t plane, uint32_t block, uint32_t head, uint32_t slot) {
     const PlaneView& view = layout.view(layer, plane);
-    return view.data + block * view.block_stride + head * view.head_stride + slot * view.token_stride;
+    return view.data + block * view.block_stride + head * view.head_stride +
+           slot * view.token_stride;
   }
 
   void fill(uint32_t seed) {
@@ -70,7 +73,8 @@ bool same_tokens(TestCache& a, const std::vector<uint32_t>& a_blocks, TestCache&
         for (uint32_t token = 0; token < tokens; ++token) {
           const uint32_t as = a.layout.block_size, bs = b.layout.block_size;
           if (std::memcmp(a.row(layer, plane, a_blocks[token / as], head, token % as),
-                          b.row(layer, plane, b_blocks[token / bs], head, token % bs), TestCache::kContent * 2) != 0) {
+                          b.row(layer, plane, b_blocks[token / bs], head, token % bs),
+                          TestCache::kContent * 2) != 0) {
             return false;
           }
         }
@@ -128,16 +132,29 @@ struct Pair {
     consumer.attach(to_producer, ours, 1, false, "test");
   }
 
-  Offer offer(CacheId cache, const std::vector<uint32_t>& blocks, uint32_t tokens, uint64_t number, bool ready = true) {
-    return producer.offer({"request-" + std::to_string(number), generation_of(number), cache, {blocks, 0, 0}, tokens,
-                           30.0, 1, ready});
+  Offer offer(CacheId cache, const std::vector<uint32_t>& blocks, uint32_t tokens, uint64_t number,
+              bool ready = true) {
+    return producer.offer({"request-" + std::to_string(number),
+                           generation_of(number),
+                           cache,
+                           {blocks, 0, 0},
+                           tokens,
+                           30.0,
+                           1,
+                           ready});
   }
-  Fetch fetch(CacheId cache, TestCache& into, const std::vector<uint32_t>& blocks, uint32_t tokens, uint64_t number,
-              double timeout = 20.0) {
-    FetchSpec spec{"request-" + std::to_string(number), generation_of(number), cache, {blocks, 0, 0}, tokens, timeout,
+  Fetch fetch(CacheId cache, TestCache& into, const std::vector<uint32_t>& blocks, uint32_t tokens,
+              uint64_t number, double timeout = 20.0) {
+    FetchSpec spec{"request-" + std::to_string(number),
+                   generation_of(number),
+                   cache,
+                   {blocks, 0, 0},
+                   tokens,
+                   timeout,
                    {}};
     FetchPart part{to_producer, {}, 0, TestCache::kHeads};
-    for (uint32_t layer = 0; layer < into.layout.layers.size(); ++layer) part.layers.push_back(layer);
+    for (uint32_t layer = 0; layer < into.layout.layers.size(); ++layer)
+      part.layers.push_back(layer);
     spec.parts = {part};
     return consumer.fetch(spec);
   }
@@ -285,7 +302,8 @@ TEST_CASE("engine: many fetches from many threads, some cancelled, share the are
     for (auto& thread : threads) thread.join();
     CHECK(wrong == 0);
     CHECK(delivered > 0);
-    CHECK(eventually([&] { return pair.consumer.stats().free_slots == pair.consumer.stats().slots; }));
+    CHECK(eventually(
+        [&] { return pair.consumer.stats().free_slots == pair.consumer.stats().slots; }));
   }
 }
 
@@ -350,9 +368,12 @@ TEST_CASE("engine: refusals say why") {
   REQUIRE(offer.wait(5));
   CHECK(end_of(pair.fetch(to, target, blocks, 48, 1)) == StatusCode::kStale);  // served already
   pair.offer(from, blocks, 20, 2);
-  CHECK(end_of(pair.fetch(to, target, blocks, 48, 2)) == StatusCode::kMismatch);  // more than offered
-  CHECK(end_of(pair.fetch(to, target, blocks, 48, 99, 0.2)) == StatusCode::kTimeout);  // never offered
-  const Offer brief = pair.producer.offer({"brief", generation_of(5), from, {blocks, 0, 0}, 48, 0.1, 1, true});
+  CHECK(end_of(pair.fetch(to, target, blocks, 48, 2)) ==
+        StatusCode::kMismatch);  // more than offered
+  CHECK(end_of(pair.fetch(to, target, blocks, 48, 99, 0.2)) ==
+        StatusCode::kTimeout);  // never offered
+  const Offer brief =
+      pair.producer.offer({"brief", generation_of(5), from, {blocks, 0, 0}, 48, 0.1, 1, true});
   REQUIRE(brief.wait(5));
   CHECK(brief.outcome().code == StatusCode::kExpired);
   CHECK(end_of(pair.fetch(to, target, blocks, 48, 5)) == StatusCode::kExpired);
@@ -374,7 +395,8 @@ TEST_CASE("engine: the end of an agent ends what its peers wait for") {
     REQUIRE(fetch.wait(5));
     const StatusCode code = fetch.status().code;
     CHECK((code == StatusCode::kClosed || code == StatusCode::kPeerLost));
-    CHECK(eventually([&] { return pair->consumer.stats().free_slots == pair->consumer.stats().slots; }));
+    CHECK(eventually(
+        [&] { return pair->consumer.stats().free_slots == pair->consumer.stats().slots; }));
     pair.reset();
     CHECK(fetch.done());  // handles outlive their agents
   }
