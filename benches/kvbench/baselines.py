@@ -48,7 +48,7 @@ class Memcpy:
 
     def contender(self) -> Contender:
         """Its turn in an interleaved run."""
-        return Contender("memcpy", self.run, (os.getpid(),))
+        return Contender("memcpy", lambda: [self.run()], (os.getpid(),))
 
 
 class ScatteredMemcpy:
@@ -89,7 +89,7 @@ class ScatteredMemcpy:
 
     def contender(self) -> Contender:
         """Its turn in an interleaved run."""
-        return Contender("scattered", self.run, (os.getpid(),))
+        return Contender("scattered", lambda: [self.run()], (os.getpid(),))
 
 
 def run_offsets(run_bytes: int, runs: int, pool_bytes: int) -> tuple[Offsets, Offsets]:
@@ -158,7 +158,7 @@ class Sockets:
     def contender(self) -> Contender:
         """Its turn in an interleaved run."""
         return Contender(
-            f"sockets, {self.streams} streams", self.run, (self._child.pid, os.getpid())
+            f"sockets, {self.streams} streams", lambda: [self.run()], (self._child.pid, os.getpid())
         )
 
     def close(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from kvbench.baselines import ScatteredMemcpy, Sockets, best_streams, label
-from kvbench.measure import KIB, Result, alone, compare, interleave, missing
+from kvbench.measure import KIB, Result, Round, alone, compare, interleave, missing
 from kvbench.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
 from kvbench.settings import Settings
 from kvbench.sides import Consumer, why_missing
@@ -199,56 +199,51 @@ def fetch_latency_1block(settings: Settings) -> Iterator[Result]:
                 Consumer(settings.native, transport, run_bytes, pool_bytes, settings.pages)
             )
             consumer.check(1)
-            ours: list[list[float]] = []
-            contenders = [consumer.batch_contender(1, batch, ours)]
-            theirs: dict[Operation, list[list[float]]] = {}
+            contenders = [consumer.contender(1, count=batch)]
+            operations: list[Operation] = []
             if settings.nixl_python is not None:
                 pair = stack.enter_context(
                     NixlPair(settings.nixl_python, nixl_transport, pool_bytes, settings.pages)
                 )
                 for operation in OPERATIONS:
-                    theirs[operation] = []
+                    operations.append(operation)
                     key = pair.prepare(run_bytes, 1, operation)
-                    contenders.append(pair.batch_contender(key, batch, theirs[operation]))
-            interleave(contenders, turns)
+                    contenders.append(pair.contender(key, operation, batch))
+            measured = interleave(contenders, turns)
             consumer.check(1)
-        yield from _latency_results(
-            name, f"nixl {nixl_transport}, no progress thread", ours, theirs
-        )
+        yield from _latency_results(name, f"nixl {nixl_transport}", measured, operations)
 
 
 def _latency_results(
-    name: str, nixl_name: str, ours: list[list[float]], theirs: dict[Operation, list[list[float]]]
+    name: str, nixl_name: str, measured: Round, operations: Sequence[Operation]
 ) -> Iterator[Result]:
-    mine = sorted(x * 1e6 for batch in ours for x in batch)
-    for operation, batches in theirs.items():
-        other = sorted(x * 1e6 for batch in batches for x in batch)
-        for q, of in (("", 0.5), ("_p99", 0.99)):
-            yield Result(
-                name + q,
-                _quantile(mine, of),
-                "us",
-                f"{nixl_name}, {operation}",
-                _quantile(mine, of) / _quantile(other, of),
-                _quantile(other, of),
-                len(mine),
-                mine[0],
-                mine[-1],
-            )
-    if not theirs:
-        for q, of in (("", 0.5), ("_p99", 0.99)):
-            yield Result(
-                name + q,
-                _quantile(mine, of),
+    """Median and p99 over all, and as ratio the median of the turns' own ratios of them."""
+    for suffix, q in (("", 0.5), ("_p99", 0.99)):
+        ours = [_quantile(times, q) for times in measured.series["kvxfer"].samples]
+        everything = [x for times in measured.series["kvxfer"].samples for x in times]
+        compared: list[Operation | None] = [*operations] or [None]
+        for operation in compared:
+            result = Result(
+                name + suffix,
+                _quantile(everything, q),
                 "us",
                 HOW_TO_INSTALL,
                 None,
                 None,
-                len(mine),
-                mine[0],
-                mine[-1],
+                len(everything),
+                min(everything) * 1e6,
+                max(everything) * 1e6,
+                extra={"foreign_cores": measured.foreign_cores},
             )
+            if operation is not None:
+                samples = measured.series[operation].samples
+                theirs = [_quantile(times, q) for times in samples]
+                result.baseline = f"{nixl_name}, no progress thread, {operation}"
+                result.ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+                result.baseline_value = _quantile([x for t in samples for x in t], q)
+            yield result
 
 
-def _quantile(ordered: list[float], q: float) -> float:
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+def _quantile(seconds: Sequence[float], q: float) -> float:
+    """In microseconds."""
+    return sorted(seconds)[min(len(seconds) - 1, int(q * len(seconds)))] * 1e6

@@ -23,10 +23,10 @@ KIB = 1 << 10
 
 @dataclass
 class Contender:
-    """Something that takes its turn: `run` does the work once and returns the seconds it took."""
+    """Something that takes its turn: `run` does the work and returns the seconds of each time."""
 
     name: str
-    run: Callable[[], float]
+    run: Callable[[], list[float]]
     pids: tuple[int, ...] = ()  # processes whose CPU time is its cost
     before: Callable[[], None] | None = None  # untimed preparation of each repetition
 
@@ -36,8 +36,13 @@ class Series:
     """What a contender's repetitions gave."""
 
     name: str
-    seconds: list[float] = field(default_factory=list)
+    samples: list[list[float]] = field(default_factory=list)  # per repetition
     cpu: list[tuple[float, ...]] = field(default_factory=list)  # per repetition, per pid
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each repetition."""
+        return [sum(times) for times in self.samples]
 
     def rates(self, nbytes: int) -> list[float]:
         """GB/s of each repetition."""
@@ -108,7 +113,7 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
     for _ in range(warmup):
         for contender in contenders:
             _once(contender)
-    rows: list[tuple[float, list[tuple[float, tuple[float, ...]]]]] = []
+    rows: list[tuple[float, list[tuple[list[float], tuple[float, ...]]]]] = []
     quiet = 0
     while quiet < repetitions and len(rows) < MOST_REPETITIONS * repetitions:
         Patience.wait(pids)
@@ -126,13 +131,13 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
     return Round(series, round(statistics.median(foreign for foreign, _ in rows), 2))
 
 
-def _once(contender: Contender) -> tuple[float, tuple[float, ...]]:
+def _once(contender: Contender) -> tuple[list[float], tuple[float, ...]]:
     if contender.before is not None:
         contender.before()
     before = [process_cpu_seconds(pid) for pid in contender.pids]
-    seconds = contender.run()
+    times = contender.run()
     after = [process_cpu_seconds(pid) for pid in contender.pids]
-    return seconds, tuple(b - a for a, b in zip(before, after, strict=True))
+    return times, tuple(b - a for a, b in zip(before, after, strict=True))
 
 
 def timed(work: Callable[[], object]) -> float:

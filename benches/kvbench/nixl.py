@@ -137,18 +137,9 @@ class NixlPair:
             seconds: list[float] = self._initiator.ask("go", key=key, count=count)["seconds"]
         return seconds
 
-    def contender(self, key: str, name: str = "nixl") -> Contender:
-        """Its turn in an interleaved run."""
-        return Contender(name, lambda: self.transfer(key)[0], self.pids)
-
-    def batch_contender(self, key: str, count: int, into: list[list[float]]) -> Contender:
-        """Its turn with `count` transfers, whose times go into `into`."""
-
-        def run() -> float:
-            into.append(self.transfer(key, count))
-            return sum(into[-1])
-
-        return Contender(key, run, self.pids)
+    def contender(self, key: str, name: str = "nixl", count: int = 1) -> Contender:
+        """Its turn in an interleaved run, `count` transfers one after the other."""
+        return Contender(name, lambda: self.transfer(key, count), self.pids)
 
     def idle_cores(self, seconds: float) -> list[float]:
         """Processors that each side keeps busy while it serves and nothing is asked of it."""

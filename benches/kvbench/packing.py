@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterator
 
 from kvbench.baselines import DATA_SEED, DST_SEED, SRC_SEED, Memcpy
@@ -77,22 +78,29 @@ def _measured(
     check()
     measured = interleave(
         [
-            Contender("digest", lambda: timed(lambda: work(True)), pids),
+            Contender("digest", lambda: [timed(lambda: work(True))], pids),
             memcpy.contender(),
-            Contender("no_digest", lambda: timed(lambda: work(False)), pids),
+            Contender("no_digest", lambda: [timed(lambda: work(False))], pids),
         ],
         settings.repetitions,
     )
     check()
-    theirs = measured.series["memcpy"].rates(settings.nbytes)
+    memcpy_series = measured.series["memcpy"]
+    theirs = memcpy_series.rates(settings.nbytes)
     for with_, suffix, its_bar in (("digest", "", bar), ("no_digest", "_no_digest", "")):
-        ours = measured.series[with_].rates(settings.nbytes)
+        series = measured.series[with_]
         yield compare(
             name + suffix,
-            ours,
+            series.rates(settings.nbytes),
             "GB/s",
             BASELINE,
             theirs,
             its_bar,
+            ratio_cpu=round(
+                statistics.median(
+                    b[0] / a[0] for a, b in zip(series.cpu, memcpy_series.cpu, strict=True)
+                ),
+                3,
+            ),
             foreign_cores=measured.foreign_cores,
         )

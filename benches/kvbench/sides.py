@@ -156,18 +156,14 @@ class Consumer:
         report = fetch.report
         return {"path": report.path, "transport": report.transport, "why": report.why}
 
-    def contender(self, runs: int, name: str = "kvxfer") -> Contender:
-        """Its turn in an interleaved run."""
-        return Contender(name, lambda: self.fetch(runs), self.pids, lambda: self.offer(runs))
-
-    def batch_contender(self, runs: int, count: int, into: list[list[float]]) -> Contender:
-        """Its turn with `count` fetches, whose times go into `into`."""
-
-        def run() -> float:
-            into.append([self.fetch(runs) for _ in range(count)])
-            return sum(into[-1])
-
-        return Contender("kvxfer", run, self.pids, lambda: self.offer(runs, count))
+    def contender(self, runs: int, name: str = "kvxfer", count: int = 1) -> Contender:
+        """Its turn in an interleaved run, `count` fetches one after the other."""
+        return Contender(
+            name,
+            lambda: [self.fetch(runs) for _ in range(count)],
+            self.pids,
+            lambda: self.offer(runs, count),
+        )
 
     def idle_cores(self, seconds: float) -> list[float]:
         """Processors that each side keeps busy while connected and at rest."""
