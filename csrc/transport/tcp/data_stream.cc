@@ -158,22 +158,26 @@ DataStream::Failure DataStream::advance(Receiver& receiver, bool& go_on) {
 }
 
 DataStream::Failure DataStream::receive(Receiver& receiver) {
+  thread_local std::array<std::byte, 64u << 10> scratch;  // for what nobody wants
   bool go_on = true;
   for (uint64_t budget = kBytesPerTurn; go_on && budget > 0;) {
     std::byte* to = destination_;
     size_t size = size_;
-    int flags = MSG_DONTWAIT;
     if (part_ == Part::kHeader) {
       to = header_.data();
       size = kHeader;
     } else if (part_ == Part::kNotice) {
       to = notice_.data();
       size = notice_.size();
-    } else if (!destination_) {
-      flags |= MSG_TRUNC;  // TCP throws the bytes away without a copy
     }
-    const size_t wanted = size - received_;
-    const ssize_t count = ::recv(fd_.get(), to ? to + received_ : nullptr, wanted, flags);
+    size_t wanted = size - received_;
+    if (to) {
+      to += received_;
+    } else {
+      to = scratch.data();
+      wanted = std::min(wanted, scratch.size());
+    }
+    const ssize_t count = ::recv(fd_.get(), to, wanted, MSG_DONTWAIT);
     if (count < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return std::nullopt;
