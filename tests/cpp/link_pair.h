@@ -108,6 +108,11 @@ class Recorder : public LinkSink {
     return wait([&] { return !closed.empty(); });
   }
 
+  size_t times_closed() {
+    const std::lock_guard lock(mutex);
+    return closed.size();
+  }
+
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   std::vector<Bytes> messages;
