@@ -89,8 +89,8 @@ def make_side(
 ) -> Side:
     """Lay a cache out in memory.
 
-    `axes` are the axes of one array, outermost first: B, H, N, C and maybe P and L. Layers and planes
-    that are not among them lie behind each other. With `packed` the planes share the content axis.
+    `axes` are the axes of one array, outermost first: B, H, N, C and maybe P and L. Layers and
+    planes that are not among them lie behind each other. With `packed` the planes share the content axis.
     `padding` adds elements to an axis that nobody uses; `offset` misaligns everything, in bytes.
     """
     storage = STORAGE[ELEMENTS[element]]

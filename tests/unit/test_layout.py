@@ -117,7 +117,9 @@ def test_planes_may_interleave(planes, views):
 @pytest.mark.parametrize("shift", [0, 2, 14, 16, 48, 96, 4 * 96 - 16, -16, -96])
 def test_planes_that_share_memory_are_refused(shift):
     views = [(BASE, 96, 48, 16, 2), (BASE + shift, 96, 48, 16, 2)]
-    with pytest.raises(kvxfer.InvalidError, match='plane "k" and layer "a", plane "v" share memory'):
+    with pytest.raises(
+        kvxfer.InvalidError, match='plane "k" and layer "a", plane "v" share memory'
+    ):
         layout(planes=PLANES, views=views).validate()
 
 
