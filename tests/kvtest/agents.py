@@ -1,0 +1,70 @@
+"""Agents over a transport by its name, and the skips of what this host has not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import kvxfer
+
+TRANSPORTS = ("loopback", "shm", "tcp", "tcp6")
+BETWEEN_PROCESSES = ("shm", "tcp", "tcp6")
+
+# No test waits for one of these: they only bound how long a broken one takes.
+LONG = 60.0
+
+SMALL: dict[str, Any] = {"arena_bytes": 4 << 20, "chunk_bytes": 64 << 10, "threads": 2}
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def transport_name(transport: str) -> str:
+    """Return what `Config.transport` calls it; skip the test where this host has no IPv6."""
+    if transport == "tcp6" and not has_ipv6():
+        pytest.skip("this host has no IPv6 loopback address ::1")
+    return "tcp" if transport == "tcp6" else transport
+
+
+def listen_address(transport: str) -> str:
+    return {"loopback": "loopback:", "tcp6": "[::1]:0"}.get(transport, "127.0.0.1:0")
+
+
+def producer(transport: str, name: str = "prefill", **knobs: Any) -> kvxfer.Agent:
+    return kvxfer.Agent(
+        name,
+        listen=listen_address(transport),
+        transport=transport_name(transport),
+        **{**SMALL, **knobs},
+    )
+
+
+def consumer(transport: str, name: str = "decode", **knobs: Any) -> kvxfer.Agent:
+    return kvxfer.Agent(name, transport=transport_name(transport), **{**SMALL, **knobs})
+
+
+@contextmanager
+def pair(transport: str, **knobs: Any) -> Iterator[tuple[kvxfer.Agent, kvxfer.Agent]]:
+    """A producer and a consumer in this process."""
+    with producer(transport, **knobs) as prefill, consumer(transport, **knobs) as decode:
+        yield prefill, decode
+
+
+@contextmanager
+def registered(agent: kvxfer.Agent, cache: kvxfer.Cache) -> Iterator[kvxfer.Cache]:
+    """A cache for the length of a block: agents that serve many examples must forget it."""
+    agent.register(cache)
+    try:
+        yield cache
+    finally:
+        agent.unregister(cache)

@@ -1,0 +1,205 @@
+"""A process of its own with an agent in it, driven by calls through a pipe.
+
+`Child` is the parent's side. Its calls name methods of `Server`, which runs in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import kvxfer
+from kvtest.agents import LONG, SMALL, listen_address, transport_name
+from kvtest.caches import Geometry, Paged
+
+
+class ChildError(AssertionError):
+    """What a call raised in the child: `kind` is the exception's class name."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n--- in the child:\n{trace}")
+        self.kind, self.message = kind, message
+
+
+class Server:
+    """What a child can do. Caches, offers and fetches are kept by the names the parent gives."""
+
+    def __init__(self) -> None:
+        self.agent: kvxfer.Agent | None = None
+        self.caches: dict[str, Paged] = {}
+        self.offers: dict[str, kvxfer.Offer] = {}
+        self.fetches: dict[str, kvxfer.Fetch] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(
+        self, name: str, transport: str = "auto", listen: str | None = None, **knobs: Any
+    ) -> str | None:
+        """Make the agent; return its address. `listen`: an address, or "" for the usual one."""
+        if listen == "":
+            listen = listen_address(transport)
+        self.agent = kvxfer.Agent(
+            name, listen=listen, transport=transport_name(transport), **{**SMALL, **knobs}
+        )
+        return self.agent.address if listen is not None else None
+
+    def cache(self, name: str, geometry: Geometry, seed: int | None = None) -> None:
+        paged = self.caches[name] = Paged(geometry, seed)
+        self.agent.register(paged.cache)
+
+    def forget(self, name: str) -> None:
+        self.agent.unregister(self.caches.pop(name).cache)
+
+    def offer(
+        self, cache: str, blocks: Sequence[int], num_tokens: int | None = None, **options: Any
+    ) -> kvxfer.Ticket:
+        offer = self.agent.offer(self.caches[cache].cache, blocks, num_tokens, **options)
+        self.offers[offer.id] = offer
+        return offer.ticket
+
+    def mark_ready(self, offer: str, layer: str) -> None:
+        self.offers[offer].mark_ready(layer)
+
+    def wait_offer(self, offer: str) -> str:
+        return self.offers.pop(offer).wait(LONG).value
+
+    def fetch(
+        self, name: str, ticket: kvxfer.Ticket, cache: str, blocks: Sequence[int], **options: Any
+    ) -> None:
+        self.fetches[name] = self.agent.fetch(ticket, self.caches[cache].cache, blocks, **options)
+
+    def wait_fetch(self, name: str) -> tuple[str, str]:
+        """Return status and message."""
+        fetch = self.fetches.pop(name)
+        with contextlib.suppress(kvxfer.TransferError):
+            fetch.wait(LONG)
+        return fetch.status.value, str(fetch.error or "")
+
+    def same(self, cache: str, geometry: Geometry, seed: int) -> bool:
+        return self.caches[cache].same_as(Paged(geometry, seed))
+
+    def stats(self) -> dict[str, int]:
+        stats = self.agent.stats
+        return {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
+
+    def hold_gil(self) -> None:
+        """Keep every Python thread of this process from running until `SIGUSR1` comes."""
+        # Called through PyDLL, pause() keeps the GIL. A thread of C that takes the signal is not
+        # enough to end it, so the main thread alone lets it in.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        ctypes.PyDLL(None).pause()
+
+    def limit(self, what: str, value: int) -> None:
+        resource.setrlimit(getattr(resource, what), (value, value))
+
+    def limit_address_space(self, beyond: int) -> None:
+        """Let this process map only so many bytes more than it has now."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        self.limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + beyond)
+
+    def drop_privileges(self) -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
+
+
+class Child:
+    """A child process. Use as a context manager; `kill`, `stop` and `resume` send it signals."""
+
+    def __init__(self) -> None:
+        ours, theirs = Pipe()
+        self._pipe: Connection = ours
+        with theirs:
+            tests = str(Path(__file__).parents[1])
+            path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvtest.child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Begin a call; `result` ends it."""
+        self._pipe.send((method, args, kwargs))
+
+    def result(self) -> Any:
+        if not self._pipe.poll(LONG):
+            raise TimeoutError(f"child {self.pid} has not answered within {LONG} s")
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise ChildError(*value)
+        return value
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.send(method, *args, **kwargs)
+        return self.result()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(LONG)
+
+    def stop(self) -> None:
+        """Stop it, and return when it has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()  # a child whose pipe has ended closes its agent and exits
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+        try:
+            self._process.wait(LONG)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+def serve(pipe: Connection) -> None:
+    server = Server()
+    while True:
+        try:
+            method, args, kwargs = pipe.recv()
+        except (EOFError, OSError):
+            break
+        try:
+            answer = True, getattr(server, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            answer = False, (type(error).__name__, str(error), traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except OSError:
+            break
+    server.close()
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as connection:
+        serve(connection)
