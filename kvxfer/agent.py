@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import secrets
 import threading
 import weakref
-import zlib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -75,6 +75,8 @@ class Agent:
     ) -> None:
         self._config = (config or Config()).replace(**knobs)
         self._identity = Identity(name, secrets.randbits(64))
+        # Numbered names must spread too, which the low bits of a CRC don't.
+        self._spread = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -288,8 +290,7 @@ class Agent:
         slot = begin % layout.block_size if first_slot is None else first_slot
         table = _block_table(blocks, begin, slot)
         heads = (layout.first_head, layout.first_head + layout.num_heads)
-        spread = zlib.crc32(self.name.encode())
-        parts = cover(parsed.agents, layout.layers, heads, spread)
+        parts = cover(parsed.agents, layout.layers, heads, self._spread)
         with self._lock:
             cache_id = self._cache_id(cache)
             # Checks come before the first connection is made.
