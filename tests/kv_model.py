@@ -90,8 +90,9 @@ def make_side(
     """Lay a cache out in memory.
 
     `axes` are the axes of one array, outermost first: B, H, N, C and maybe P and L. Layers and
-    planes that are not among them lie behind each other. With `packed` the planes share the content axis.
-    `padding` adds elements to an axis that nobody uses; `offset` misaligns everything, in bytes.
+    planes that are not among them lie behind each other. With `packed` the planes share the
+    content axis. `padding` adds elements to an axis that nobody uses; `offset` misaligns
+    everything, in bytes.
     """
     storage = STORAGE[ELEMENTS[element]]
     contents = list(planes.values())
