@@ -1,5 +1,8 @@
 """The compiled part of kvxfer. Use it through the package kvxfer."""
 
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
 # --- bindings/layout_py.cc ---
 
 class CacheLayout:
@@ -138,3 +141,230 @@ def digest(data: object, seed: int = 0) -> tuple[int, int]: ...
 def simd_variants() -> list[str]: ...
 def simd_variant() -> str: ...
 def set_simd_variant(name: str) -> None: ...
+
+# --- bindings/build_info.cc ---
+
+__version__: str
+
+class _BackEnd(TypedDict):
+    state: Literal["on", "off"]
+    reason: str
+
+class _BuildInfo(TypedDict):
+    version: str
+    compiler: str
+    build_type: str
+    sanitize: str
+    back_ends: dict[str, _BackEnd]
+
+def build_info() -> _BuildInfo:
+    """How this extension was built, and why each optional back end is in it or not."""
+
+# --- bindings/agent_py.cc ---
+
+class AgentOptions:
+    """Settings of an Agent, read once when it is made. kvxfer.Config says what they mean."""
+
+    name: str
+    incarnation: int
+    arena_bytes: int
+    slot_bytes: int
+    window: int
+    threads: int
+    bulk_threads: int
+    inline_bytes: int
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    digest: bool
+    lock_arena: bool
+    def __init__(self) -> None: ...
+
+class LoopbackFaults:
+    """What goes wrong on a loopback link: probabilities from 0 to 1 for each message or write."""
+
+    drop_message: float
+    duplicate_message: float
+    drop_write: float
+    duplicate_write: float
+    reorder_write: float
+    corrupt_write: float
+    delay_us: int
+    seed: int
+    def __init__(self) -> None: ...
+
+class FetchReport:
+    """What a fetch did, up to when the report was made. Not updated."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def wire_order(self) -> str: ...
+    @property
+    def link(self) -> str: ...
+    @property
+    def peers(self) -> list[str]: ...
+
+class AgentStats:
+    """Counts of what an agent held at one moment: all zero, or at capacity, when it is at rest."""
+
+    @property
+    def offers(self) -> int: ...
+    @property
+    def serving(self) -> int: ...
+    @property
+    def fetches(self) -> int: ...
+    @property
+    def peers(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    @property
+    def quarantined_slots(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def bytes_received(self) -> int: ...
+    @property
+    def digest_errors(self) -> int: ...
+
+class Offer:
+    """The blocks of one request, pinned until released. Thread-safe; outlives its agent."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def generation(self) -> bytes:
+        """16 bytes."""
+    @property
+    def handle(self) -> int:
+        """What Agent.poll() returns for it."""
+    def mark_ready(self, layer: int) -> None:
+        """Say that a layer's KV is complete. Raises InvalidError for an unknown layer."""
+    def mark_all_ready(self) -> None: ...
+    def release(self) -> None:
+        """End it: fetches of it fail with CANCELLED. Does not wait."""
+    def released(self) -> bool:
+        """Whether nobody reads the blocks any more, now or later."""
+    def outcome(self) -> tuple[str, str]:
+        """Status name and message; meaningful once released."""
+    def wait(self, seconds: float) -> bool:
+        """Wait at most that long; return released()."""
+    def event_fd(self) -> int:
+        """A descriptor that becomes readable when released. The offer owns it."""
+
+class Fetch:
+    """One fetch; ends by its deadline at the latest. Thread-safe; outlives its agent."""
+
+    @property
+    def handle(self) -> int:
+        """What Agent.poll() returns for it."""
+    def done(self) -> bool: ...
+    def status(self) -> tuple[str, str]:
+        """Status name and message; meaningful once done."""
+    def wait(self, seconds: float) -> bool:
+        """Wait at most that long; return done()."""
+    def cancel(self) -> None:
+        """End it with CANCELLED unless it is done. On return nothing writes into the blocks."""
+    def event_fd(self) -> int:
+        """A descriptor that becomes readable when done. The fetch owns it."""
+    def report(self) -> FetchReport: ...
+
+class Agent:
+    """One endpoint of transfers. Thread-safe; holds the GIL in no call that can block."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Start its threads. Raises InvalidError or ResourceError."""
+    def register_cache(self, layout: CacheLayout) -> int:
+        """Return the cache's id. Its memory stays valid until unregister_cache() has returned."""
+    def unregister_cache(self, cache: int) -> None:
+        """Forget a cache. Raises InvalidError while offers or fetches use it."""
+    def offer(
+        self,
+        *,
+        id: str,
+        generation: bytes,
+        cache: int,
+        table: BlockTable,
+        num_tokens: int,
+        lease: float,
+        consumers: int,
+        ready: bool,
+    ) -> Offer:
+        """Offer the tokens from table.first_token on. `lease` is in seconds."""
+    def fetch(
+        self,
+        *,
+        offer_id: str,
+        generation: bytes,
+        cache: int,
+        table: BlockTable,
+        num_tokens: int,
+        timeout: float,
+        parts: Sequence[tuple[int, Sequence[int], int, int]],
+    ) -> Fetch:
+        """Fetch the tokens from table.first_token on. A part: peer, layers, heads begin and end."""
+    def renew(self, peer: int, offer_id: str, generation: bytes) -> None:
+        """Extend the lease of an offer that is to be fetched later; nothing if not connected."""
+    def add_peer(self, name: str) -> int:
+        """Announce a connection: fetches for it wait until attach_*() or fail_peer()."""
+    def attach_shm(
+        self,
+        *,
+        peer: int,
+        control_fd: int,
+        arena_fd: int,
+        arena_bytes: int,
+        incarnation: int,
+        inbound: bool,
+        why: str,
+    ) -> None:
+        """Hand over a link over shared memory. Owns both descriptors from the call on."""
+    def attach_tcp(
+        self,
+        *,
+        peer: int,
+        control_fd: int,
+        data_fds: Sequence[int],
+        incarnation: int,
+        inbound: bool,
+        why: str,
+    ) -> None:
+        """Hand over a link over TCP. Owns all descriptors from the call on."""
+    @staticmethod
+    def attach_loopback(
+        *,
+        consumer: Agent,
+        consumer_peer: int,
+        consumer_incarnation: int,
+        producer: Agent,
+        producer_peer: int,
+        producer_incarnation: int,
+        faults: LoopbackFaults,
+    ) -> None:
+        """Connect two agents of this process; each peer is what its agent calls the other."""
+    def fail_peer(self, peer: int, status: str, message: str) -> None:
+        """End a connection: what waits for it fails with that status."""
+    def peer_alive(self, peer: int) -> bool:
+        """Whether it is connected or being connected."""
+    def arena_fd(self) -> int:
+        """The staging arena's memfd, made at the first call. The agent owns it."""
+    def arena_bytes(self) -> int:
+        """0 before the arena is made."""
+    def event_fd(self) -> int:
+        """A descriptor that is readable when poll() has something. The agent owns it."""
+    def poll(self) -> list[int]:
+        """Handles of what has ended since the last call; collects from event_fd() on."""
+    def stats(self) -> AgentStats: ...
+    def close(self) -> None:
+        """End everything with CLOSED and join the threads. About a second at worst; idempotent."""
