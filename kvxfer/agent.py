@@ -71,7 +71,12 @@ class Agent:
     """
 
     def __init__(
-        self, name: str, *, listen: str | None = None, config: Config | None = None, **knobs: Any
+        self,
+        name: str,
+        *,
+        listen: str | None = None,
+        config: Config | None = None,
+        **knobs: Any,  # noqa: ANN401 - any of Config's fields
     ) -> None:
         self._config = (config or Config()).replace(**knobs)
         self._identity = Identity(name, secrets.randbits(64))
@@ -303,7 +308,10 @@ class Agent:
                 table=table,
                 num_tokens=end - begin,
                 timeout=timeout,
-                parts=[(peers[agent].id, layers, *held) for agent, layers, *held in parts],
+                parts=[
+                    (peers[agent].id, layers, head, head_end)
+                    for agent, layers, head, head_end in parts
+                ],
             )
             fetch = Fetch(core, cache)
             self._handles[core.handle] = fetch
@@ -344,7 +352,8 @@ class Agent:
     def poll(self) -> list[Fetch | Offer]:
         """Return the fetches and offers that have ended since the last call; runs their callbacks.
 
-        Collects from the first call of `fileno` on. Handles that nobody holds any more are left out.
+        Collects from the first call of `fileno` on. Handles that nobody holds any more are left
+        out.
         """
         self.fileno()
         found = [self._handles.get(handle) for handle in self._core.poll()]
@@ -401,7 +410,9 @@ class Agent:
         self._check_open()
         known = self._caches.get(cache)
         if known is None:
-            raise InvalidError(f"{cache!r} is not registered with agent {self.name!r}: register() it")
+            raise InvalidError(
+                f"{cache!r} is not registered with agent {self.name!r}: register() it"
+            )
         return known
 
     def _peer(self, agent: AgentRef) -> _Peer:
@@ -519,4 +530,3 @@ def _after_fork_in_child() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_after_fork_in_child)
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from kvxfer import _core
 from kvxfer.errors import ConfigError
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
-def _parse(name: str, text: str, kind: type) -> Any:
+def _parse(name: str, text: str, kind: type) -> object:
     try:
         if kind is bool:
             if text.lower() in _TRUE | _FALSE:
@@ -25,21 +25,23 @@ def _parse(name: str, text: str, kind: type) -> Any:
         raise ConfigError(f"{name}={text!r}: expected {kind.__name__}") from None
 
 
-def _knob(variable: str, default: _T | Callable[[], _T], unit: str, doc: str) -> _T:
+@overload
+def _knob(variable: str, default: Callable[[], _T], unit: str, doc: str) -> _T: ...
+@overload
+def _knob(variable: str, default: _T, unit: str, doc: str) -> _T: ...
+def _knob(variable: str, default: object, unit: str, doc: str) -> object:
     """Declare a field that its environment variable overrides and an argument overrides again."""
 
-    def value() -> _T:
+    def value() -> object:
         fallback = default() if callable(default) else default
         text = os.environ.get(variable)
         if text is None:
             return fallback
         kind = str if fallback is None else type(fallback)
-        parsed: _T = _parse(variable, text, kind)
-        return parsed
+        return _parse(variable, text, kind)
 
     metadata = {"variable": variable, "unit": unit, "doc": doc}
-    made: _T = dataclasses.field(default_factory=value, metadata=metadata)
-    return made
+    return dataclasses.field(default_factory=value, metadata=metadata)
 
 
 def _default_threads() -> int:
@@ -57,7 +59,10 @@ class Config:
         "KVXFER_TRANSPORT", "auto", "name", "transport to use; auto takes shm on one host, else tcp"
     )
     secret: str | None = _knob(
-        "KVXFER_SECRET", None, "text", "shared secret of all agents; without one anybody may connect"
+        "KVXFER_SECRET",
+        None,
+        "text",
+        "shared secret of all agents; without one anybody may connect",
     )
     insecure: bool = _knob(
         "KVXFER_INSECURE", False, "bool", "listen beyond loopback although there is no secret"
@@ -66,7 +71,10 @@ class Config:
         "KVXFER_INTERFACE", None, "name", "network interface that all sockets are bound to, as eth1"
     )
     advertise: str | None = _knob(
-        "KVXFER_ADVERTISE", None, "host", "host that tickets name, where it is not the listen address"
+        "KVXFER_ADVERTISE",
+        None,
+        "host",
+        "host that tickets name, where it is not the listen address",
     )
     arena_bytes: int = _knob(
         "KVXFER_ARENA_BYTES", 128 << 20, "bytes", "staging memory of the fetching side"
@@ -106,7 +114,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "shm", "tcp", "loopback"):
             raise ConfigError(
-                f"transport {self.transport!r} is not known; kvxfer.transports() lists what there is"
+                f"transport {self.transport!r} is not known; "
+                "kvxfer.transports() lists what there is"
             )
         for name in ("arena_bytes", "chunk_bytes", "window", "threads", "tcp_streams"):
             if getattr(self, name) < 1:
@@ -121,7 +130,7 @@ class Config:
         if self.secret == "":
             raise ConfigError("secret is empty: leave it out, or set one")
 
-    def replace(self, **changes: Any) -> Config:
+    def replace(self, **changes: Any) -> Config:  # noqa: ANN401 - any of the fields
         """Return a copy with some knobs changed."""
         return dataclasses.replace(self, **changes)
 
@@ -148,6 +157,8 @@ class Config:
             rows.append((field.name, about["variable"], about["unit"], str(shown), about["doc"]))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
+            )
             for row in rows
         )

@@ -51,7 +51,9 @@ def connect(
     deadline = Deadline(config.handshake_timeout)
     try:
         with dial(address, config, deadline) as sock:
-            return _converse(core, peer, identity, config, address, name, incarnation, sock, deadline)
+            return _converse(
+                core, peer, identity, config, address, name, incarnation, sock, deadline
+            )
     except TimeoutError:
         raise HandshakeError(
             f"agent {name!r} at {address} did not finish the handshake within "

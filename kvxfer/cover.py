@@ -45,8 +45,8 @@ def cover(
             holders = _holders(agents, layer, head, heads[1])
             if not holders:
                 raise TicketError(
-                    f"no agent of the ticket holds head {head} of layer {layer!r}; wanted are heads "
-                    f"[{heads[0]}, {heads[1]}), the ticket names "
+                    f"no agent of the ticket holds head {head} of layer {layer!r}; wanted are "
+                    f"heads [{heads[0]}, {heads[1]}), the ticket names "
                     + "; ".join(f"{a.name}: heads {a.heads or 'all'}" for a in agents)
                 )
             furthest = max(end for _, end in holders)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kvxfer.errors import Error, InvalidError, Status, TransferError
 
 if TYPE_CHECKING:
-    from kvxfer import _core
+    from kvxfer._core import Fetch as CoreFetch
+    from kvxfer._core import Offer as CoreOffer
     from kvxfer.cache import Cache
     from kvxfer.ticket import Ticket
 
@@ -48,7 +49,7 @@ class Report:
 class _Handle:
     """What offers and fetches have in common: they end, once."""
 
-    _core: _core.Offer | _core.Fetch
+    _core: CoreOffer | CoreFetch
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], None]] = []
@@ -78,8 +79,13 @@ class _Handle:
         if self._ended:
             return
         ended = loop.create_future()
+
+        def wake() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
         descriptor = self.fileno()
-        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+        loop.add_reader(descriptor, wake)
         try:
             await ended
         finally:
@@ -98,9 +104,9 @@ class Fetch(_Handle):
     verified; ``fetch.done`` and ``fetch.status`` never raise. Made by `Agent.fetch`.
     """
 
-    _core: _core.Fetch
+    _core: CoreFetch
 
-    def __init__(self, core: _core.Fetch, cache: Cache) -> None:
+    def __init__(self, core: CoreFetch, cache: Cache) -> None:
         super().__init__()
         self._core = core
         self._cache = cache  # its memory is being written
@@ -156,7 +162,7 @@ class Fetch(_Handle):
         self._core.cancel()
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
-        """Have `callback` called once by `Agent.poll` after the end, in the thread that polls."""
+        """Have `callback` called once by `Agent.poll` after the end, in the polling thread."""
         self._callbacks.append(lambda: callback(self))
 
     @property
@@ -182,7 +188,7 @@ class Fetch(_Handle):
         try:
             await self._wait_async()
         except asyncio.CancelledError:
-            self.cancel()  # whoever wanted the blocks has gone: don't write into them behind his back
+            self.cancel()  # whoever wanted the blocks has gone: don't write into them any more
             raise
         self.wait()
 
@@ -198,9 +204,9 @@ class Offer(_Handle):
     the block. Made by `Agent.offer`.
     """
 
-    _core: _core.Offer
+    _core: CoreOffer
 
-    def __init__(self, core: _core.Offer, cache: Cache, ticket: Ticket) -> None:
+    def __init__(self, core: CoreOffer, cache: Cache, ticket: Ticket) -> None:
         super().__init__()
         self._core = core
         self._cache = cache  # its memory is being read
@@ -273,7 +279,7 @@ class Offer(_Handle):
         return Status(self._core.outcome()[0])
 
     def add_released_callback(self, callback: Callable[[Offer], None]) -> None:
-        """Have `callback` called once by `Agent.poll` after the release, in the thread that polls."""
+        """Have `callback` called once by `Agent.poll` after the release, in the polling thread."""
         self._callbacks.append(lambda: callback(self))
 
     def __await__(self) -> Generator[None, None, Status]:

@@ -2,11 +2,11 @@
 
 The consumer connects to the producer's address and both exchange JSON frames::
 
-    consumer                                        producer
+    consumer                                    producer
     {kind: "peer", name, incarnation, nonce, ...} ->
-                                                 <- {name, incarnation, nonce, proof}
+                                             <- {name, incarnation, nonce, proof}
     {proof} ->
-                                                 <- {transport, why, session, ...} or {error, status}
+                                             <- {transport, why, session, ...} or {error, status}
 
 Both proofs are HMACs over the first two frames under the shared secret (an empty key where there is
 none). The key of the session is derived in the same way and never sent; each further connection (a
@@ -156,7 +156,9 @@ def bind_to_interface(sock: socket.socket, config: Config) -> None:
     if config.interface is None:
         return
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, config.interface.encode() + b"\0")
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_BINDTODEVICE, config.interface.encode() + b"\0"
+        )
     except OSError as error:
         known = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(

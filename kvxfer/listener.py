@@ -30,7 +30,8 @@ from kvxfer.handshake import (
     split_address,
 )
 
-_MAX_HANDSHAKES = 64  # at once; more are turned away, so that nobody can fill the process with threads
+# At once; more are turned away, so that nobody can fill the process with threads.
+_MAX_HANDSHAKES = 64
 _MAX_STREAMS = 64
 
 
@@ -147,7 +148,7 @@ class Listener:
         try:
             connection, _ = listening.accept()
         except OSError:
-            return  # it has gone again, or there are no descriptors left: the next one may fare better
+            return  # it has gone again, or no descriptors are left: the next one may fare better
         if not self._slots.acquire(blocking=False):
             connection.close()
             return
@@ -197,7 +198,9 @@ class Listener:
         session = _Session(Identity.of(hello), transcript.session_key(), why)
         session.expected = int(hello["streams"])
         if not 1 <= session.expected <= _MAX_STREAMS:
-            raise HandshakeError(f"{session.expected} data streams were asked for, 1 to {_MAX_STREAMS} can be had")
+            raise HandshakeError(
+                f"{session.expected} data streams were asked for, 1 to {_MAX_STREAMS} can be had"
+            )
         chosen: Frame = {"transport": transport, "why": why, "session": name}
         chosen["socket"] = self._socket_name
         with self._lock:
@@ -221,7 +224,10 @@ class Listener:
             return "shm", "both agents run on one host"
         if "tcp" in theirs and "tcp" in ours:
             if "shm" in theirs and "shm" in ours:
-                return "tcp", "the agents run on different hosts, or in containers that share no network"
+                return (
+                    "tcp",
+                    "the agents run on different hosts, or in containers that share no network",
+                )
             return "tcp", "one of the agents is set to tcp"
         raise HandshakeError(
             f"no transport in common: the consumer allows {', '.join(theirs)}, the producer "
@@ -234,7 +240,9 @@ class Listener:
         if session is None or not secrets.compare_digest(
             str(hello["token"]).encode(), session_token(session.key, purpose).encode()
         ):
-            raise HandshakeError("the session of this connection is not known, or its token is wrong")
+            raise HandshakeError(
+                "the session of this connection is not known, or its token is wrong"
+            )
         return session
 
     def _take_shm(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
@@ -246,7 +254,9 @@ class Listener:
         # A socket object would refuse a memfd: this only owns the descriptor.
         arena = os.fdopen(descriptors[0], "rb", buffering=0)
         with arena:
-            self._attach_shm(connection, session, arena.fileno(), int(hello["arena_bytes"]), deadline)
+            self._attach_shm(
+                connection, session, arena.fileno(), int(hello["arena_bytes"]), deadline
+            )
 
     def _attach_shm(
         self,

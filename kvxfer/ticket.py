@@ -1,7 +1,7 @@
 """Tickets: what identifies an offer to a consumer.
 
 A ticket is a plain dict that survives JSON, so that engines can put it into a request. It names the
-offer, its unguessable generation, the tokens, and the agents that hold it with the slice each holds.
+offer, its unguessable generation, the tokens, and the agents that hold it with the slice of each.
 It is signed: with the shared secret where there is one (HMAC-SHA256), else with a bare SHA-256,
 which finds damage but no forgery; the generation is checked again at every fetch.
 """
@@ -150,8 +150,8 @@ def parse_ticket(ticket: object, secret: str | None) -> ParsedTicket:
     ):
         scheme = signature.split(":")[0] if isinstance(signature, str) else "none"
         raise TicketError(
-            f"ticket for offer {ticket.get('offer')!r} has a signature ({scheme}) that does not fit "
-            f"(expected {expected.split(':')[0]}): it was changed on its way, or the two sides "
+            f"ticket for offer {ticket.get('offer')!r} has a signature ({scheme}) that does not "
+            f"fit (expected {expected.split(':')[0]}): it was changed on its way, or the two sides "
             "have different secrets (KVXFER_SECRET)"
         )
     try:
@@ -169,7 +169,9 @@ def _take_apart(ticket: Ticket) -> ParsedTicket:
             address=str(agent["address"]),
             incarnation=None if agent["incarnation"] is None else int(agent["incarnation"], 16),
             layers=None if agent["layers"] is None else tuple(agent["layers"]),
-            heads=None if agent["heads"] is None else (int(agent["heads"][0]), int(agent["heads"][1])),
+            heads=None
+            if agent["heads"] is None
+            else (int(agent["heads"][0]), int(agent["heads"][1])),
         )
         for agent in ticket["agents"]
     )

@@ -21,7 +21,9 @@ class Transport:
 def _shm() -> Transport:
     if not hasattr(os, "memfd_create"):
         return Transport("shm", False, "this Python was built for a C library without memfd_create")
-    return Transport("shm", True, "processes of one host; packs straight into the consumer's memory")
+    return Transport(
+        "shm", True, "processes of one host; packs straight into the consumer's memory"
+    )
 
 
 def transports() -> dict[str, Transport]:
