@@ -68,7 +68,7 @@ compile() {
 if [[ -t 1 ]]; then
   compile  # on a terminal ninja shows its progress in one line
 else
-  compile | { grep -vE 'no work to do|globbed directories' || true; }
+  compile | { grep --line-buffered -vE 'no work to do|globbed directories' || true; }
 fi
 
 if [[ $flavour == release ]]; then
