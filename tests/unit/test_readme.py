@@ -1,0 +1,44 @@
+"""The README's example, run as a reader would run it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.fixture
+def programs(tmp_path):
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL)
+    paths = {name: tmp_path / name for name, _ in blocks}
+    for name, text in blocks:
+        paths[name].write_text(text)
+    return paths
+
+
+def test_the_example_runs(programs):
+    with subprocess.Popen(
+        [sys.executable, programs["prefill.py"]], stdout=subprocess.PIPE
+    ) as prefill:
+        decode = subprocess.run(
+            [sys.executable, programs["decode.py"]],
+            stdin=prefill.stdout,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert decode.returncode == 0, decode.stderr
+        assert prefill.wait(30) == 0
+    assert f"bytes={700 * 2 * 2 * 8 * 128 * 2}," in decode.stdout
+    assert "transport='shm'" in decode.stdout
+
+
+def test_links_to_files_lead_somewhere():
+    for page in [README, *README.parent.glob("docs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
