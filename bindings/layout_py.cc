@@ -110,10 +110,50 @@ void register_cache_layout(py::module_& module) {
       .def("validate", &CacheLayout::validate);
 }
 
+[[noreturn]] void refuse_block(const std::string& value) {
+  throw Error(StatusCode::kInvalid, "block ids are integers of 0 to 2^32 - 1, not " + value);
+}
+
+template <class T>
+void append_ids(const py::buffer_info& info, std::vector<uint32_t>& blocks) {
+  const auto* at = static_cast<const char*>(info.ptr);
+  for (py::ssize_t i = 0; i < info.size; ++i, at += info.strides[0]) {
+    const T id = *reinterpret_cast<const T*>(at);
+    if (std::cmp_less(id, 0) || std::cmp_greater(id, UINT32_MAX)) refuse_block(std::to_string(id));
+    blocks.push_back(static_cast<uint32_t>(id));
+  }
+}
+
+// Block ids out of an integer array (numpy, array.array: at memory speed) or any iterable.
+std::vector<uint32_t> to_blocks(const py::object& ids) {
+  std::vector<uint32_t> blocks;
+  if (py::isinstance<py::buffer>(ids)) {
+    const py::buffer_info info = py::reinterpret_borrow<py::buffer>(ids).request();
+    if (info.ndim != 1) refuse_block("an array of " + std::to_string(info.ndim) + " axes");
+    blocks.reserve(static_cast<size_t>(info.size));
+    if (info.item_type_is_equivalent_to<int64_t>())
+      return append_ids<int64_t>(info, blocks), blocks;
+    if (info.item_type_is_equivalent_to<int32_t>())
+      return append_ids<int32_t>(info, blocks), blocks;
+    if (info.item_type_is_equivalent_to<uint32_t>())
+      return append_ids<uint32_t>(info, blocks), blocks;
+    if (info.item_type_is_equivalent_to<uint64_t>())
+      return append_ids<uint64_t>(info, blocks), blocks;
+  }
+  for (const py::handle id : ids) {
+    try {
+      blocks.push_back(id.cast<uint32_t>());
+    } catch (const py::cast_error&) {
+      refuse_block(py::str(py::repr(id)));
+    }
+  }
+  return blocks;
+}
+
 void register_copy_plan(py::module_& module) {
   py::class_<BlockTable>(module, "BlockTable", "Where a request's tokens lie in one side's cache.")
-      .def(py::init([](std::vector<uint32_t> blocks, uint32_t first_token, uint32_t first_slot) {
-             return BlockTable{std::move(blocks), first_token, first_slot};
+      .def(py::init([](const py::object& blocks, uint32_t first_token, uint32_t first_slot) {
+             return BlockTable{to_blocks(blocks), first_token, first_slot};
            }),
            py::arg("blocks"), py::arg("first_token") = 0, py::arg("first_slot") = 0)
       .def_property_readonly("blocks", [](const BlockTable& table) { return table.blocks; })

@@ -44,11 +44,11 @@ class Bytes {
 };
 
 DigestTuple pack_into(const CopyPlan& plan, uint64_t begin, uint64_t end, const py::buffer& wire,
-                      uint64_t seed, bool with_digest) {
+                      uint64_t seed, bool with_digest, bool stream) {
   const Bytes bytes(wire, true);
   bytes.require(begin, end);
   const py::gil_scoped_release unlocked;
-  return to_tuple(pack(plan, begin, end, bytes.data(), seed, with_digest));
+  return to_tuple(pack(plan, begin, end, bytes.data(), seed, with_digest, stream));
 }
 
 DigestTuple unpack_from(const CopyPlan& plan, uint64_t begin, uint64_t end, const py::buffer& wire,
@@ -69,7 +69,7 @@ DigestTuple digest_of(const py::buffer& data, uint64_t seed) {
 
 void register_pack(py::module_& module) {
   module.def("pack", &pack_into, py::arg("plan"), py::arg("begin"), py::arg("end"), py::arg("wire"),
-             py::arg("seed") = 0, py::arg("with_digest") = true);
+             py::arg("seed") = 0, py::arg("with_digest") = true, py::arg("stream") = false);
   module.def("unpack", &unpack_from, py::arg("plan"), py::arg("begin"), py::arg("end"),
              py::arg("wire"), py::arg("seed") = 0, py::arg("with_digest") = true);
   module.def("zero_tail", &zero_tail, py::arg("plan"), py::call_guard<py::gil_scoped_release>());

@@ -1,6 +1,6 @@
 """The compiled part of kvxfer. Use it through the package kvxfer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypedDict
 
 # --- bindings/layout_py.cc ---
@@ -46,7 +46,9 @@ class CacheLayout:
 class BlockTable:
     """Where a request's tokens lie in one side's cache."""
 
-    def __init__(self, blocks: list[int], first_token: int = 0, first_slot: int = 0) -> None: ...
+    def __init__(
+        self, blocks: Iterable[int], first_token: int = 0, first_slot: int = 0
+    ) -> None: ...
     @property
     def blocks(self) -> list[int]: ...
     @property
@@ -131,7 +133,13 @@ class DlpackTensor:
 
 # Digests are (sum, mix). `wire` and `data` are contiguous buffers.
 def pack(
-    plan: CopyPlan, begin: int, end: int, wire: object, seed: int = 0, with_digest: bool = True
+    plan: CopyPlan,
+    begin: int,
+    end: int,
+    wire: object,
+    seed: int = 0,
+    with_digest: bool = True,
+    stream: bool = False,
 ) -> tuple[int, int]: ...
 def unpack(
     plan: CopyPlan, begin: int, end: int, wire: object, seed: int = 0, with_digest: bool = True

@@ -15,35 +15,18 @@ from typing import Any
 from kvxfer import _core
 from kvxfer.cache import Cache
 from kvxfer.config import Config
-from kvxfer.connector import connect
 from kvxfer.cover import cover
-from kvxfer.errors import (
-    ClosedError,
-    ConfigError,
-    HandshakeError,
-    InvalidError,
-    Status,
-    TicketError,
-)
+from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
 from kvxfer.handles import Fetch, Offer
 from kvxfer.handshake import Identity
 from kvxfer.listener import Listener
+from kvxfer.peers import LOOPBACK, Peers
 from kvxfer.ticket import AgentRef, Ticket, issue_ticket, parse_ticket
 
-_LOOPBACK = "loopback:"
+_LONGEST = 1e8  # seconds that a lease or a fetch may last: three years
 
 # Every open agent of this process: closed at exit, and told of a fork.
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
-
-
-class _Peer:
-    """A producer that this agent is connected, or being connected, to."""
-
-    def __init__(self, core_id: int) -> None:
-        self.id = core_id
-        self.identity: Identity | None = None
-        self.failure: HandshakeError | None = None
-        self.settled = threading.Event()
 
 
 class Agent:
@@ -87,23 +70,25 @@ class Agent:
         self._closed = False
         self._listener: Listener | None = None
         self._caches: dict[Cache, int] = {}
-        self._peers: dict[tuple[str, str], _Peer] = {}  # by address and name
         self._handles: weakref.WeakValueDictionary[int, Fetch | Offer] = (
             weakref.WeakValueDictionary()
         )
+        self._kept: dict[int, Fetch | Offer] = {}  # have callbacks that were not called yet
+        self._ended: list[Fetch | Offer] = []  # for poll to return
         loopback = self._config.transport == "loopback"
-        if listen is not None and loopback != listen.startswith(_LOOPBACK):
+        if listen is not None and loopback != listen.startswith(LOOPBACK):
             raise ConfigError(
                 f"listen={listen!r} does not go with transport={self._config.transport!r}: "
                 "loopback: is for agents of one process with transport='loopback'"
             )
         options = self._config.core_options(name, self._identity.incarnation)
         self._core = _core.Agent(options)
+        self._peers = Peers(self._core, self._identity, self._config, self._lock)
         try:
             if listen is None:
                 self._address: str | None = None
             elif loopback:
-                self._address = f"{_LOOPBACK}{self._identity.incarnation:016x}"
+                self._address = self._peers.listen()
             else:
                 self._listener = Listener(self._core, self._identity, self._config, listen)
                 self._address = self._listener.address
@@ -207,6 +192,9 @@ class Agent:
         InvalidError
             Blocks out of range or too few, an id in use, a cache that is not registered.
         """
+        _check_seconds("lease", lease)
+        if not 1 <= consumers < 1 << 32:
+            raise InvalidError(f"consumers is {consumers}: an offer is for at least one")
         if ticket is None:
             if num_tokens is None:
                 raise InvalidError("offer() needs num_tokens, or a ticket that says them")
@@ -227,13 +215,13 @@ class Agent:
                 id=parsed.offer_id,
                 generation=parsed.generation,
                 cache=self._cache_id(cache),
-                table=_block_table(blocks, parsed.first_token, 0),
+                table=_core.BlockTable(blocks, parsed.first_token, 0),
                 num_tokens=parsed.num_tokens,
                 lease=lease,
                 consumers=consumers,
                 ready=ready,
             )
-            offer = Offer(core, cache, ticket)
+            offer = Offer(core, cache, ticket, self._watch)
             self._handles[core.handle] = offer
         return offer
 
@@ -282,6 +270,7 @@ class Agent:
             Blocks out of range, repeated or too few; tokens not on offer; a cache that is not
             registered.
         """
+        _check_seconds("timeout", timeout)
         parsed = parse_ticket(ticket, self._config.secret)
         layout = cache.layout
         if codec != "raw":
@@ -293,27 +282,33 @@ class Agent:
             )
         begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
         slot = begin % layout.block_size if first_slot is None else first_slot
-        table = _block_table(blocks, begin, slot)
+        table = _core.BlockTable(blocks, begin, slot)
         heads = (layout.first_head, layout.first_head + layout.num_heads)
         parts = cover(parsed.agents, layout.layers, heads, self._spread)
         with self._lock:
             cache_id = self._cache_id(cache)
             # Checks come before the first connection is made.
             table.validate(layout, begin, end, True)
-            peers = {agent: self._peer(parsed.agents[agent]) for agent, *_ in parts}
-            core = self._core.fetch(
-                offer_id=parsed.offer_id,
-                generation=parsed.generation,
-                cache=cache_id,
-                table=table,
-                num_tokens=end - begin,
-                timeout=timeout,
-                parts=[
-                    (peers[agent].id, layers, head, head_end)
-                    for agent, layers, head, head_end in parts
-                ],
-            )
-            fetch = Fetch(core, cache)
+
+            def start() -> _core.Fetch:
+                return self._core.fetch(
+                    offer_id=parsed.offer_id,
+                    generation=parsed.generation,
+                    cache=cache_id,
+                    table=table,
+                    num_tokens=end - begin,
+                    timeout=timeout,
+                    parts=[
+                        (self._peers.get(parsed.agents[agent]).id, layers, head, head_end)
+                        for agent, layers, head, head_end in parts
+                    ],
+                )
+
+            try:
+                core = start()
+            except TransferError:  # a connection ended just after it was found: make a new one
+                core = start()
+            fetch = Fetch(core, cache, self._watch)
             self._handles[core.handle] = fetch
         return fetch
 
@@ -326,7 +321,7 @@ class Agent:
         with self._lock:
             self._check_open()
             for agent in parsed.agents:
-                peer = self._peer(agent)
+                peer = self._peers.get(agent)
                 self._core.renew(peer.id, parsed.offer_id, parsed.generation)
 
     def connect(self, name: str, address: str) -> None:
@@ -339,7 +334,7 @@ class Agent:
         """
         with self._lock:
             self._check_open()
-            peer = self._peer(AgentRef(name=name, address=address))
+            peer = self._peers.get(AgentRef(name=name, address=address))
         peer.settled.wait()  # bounded by the handshake's own deadline
         if peer.failure is not None:
             raise peer.failure
@@ -353,13 +348,22 @@ class Agent:
         """Return the fetches and offers that have ended since the last call; runs their callbacks.
 
         Collects from the first call of `fileno` on. Handles that nobody holds any more are left
-        out.
+        out, unless they have a callback. When a callback raises, that comes out here, and the next
+        call goes on behind it.
         """
-        self.fileno()
+        descriptor = self.fileno()
         found = [self._handles.get(handle) for handle in self._core.poll()]
-        ended = [handle for handle in found if handle is not None]
-        for handle in ended:
-            handle._run_callbacks()  # noqa: SLF001 - ours
+        self._ended += [handle for handle in found if handle is not None]
+        # Some ended before ends were collected, or got their callbacks later.
+        late = [handle for handle in list(self._kept.values()) if handle._ended]  # noqa: SLF001
+        try:
+            for handle in [*self._ended, *late]:
+                handle._run_callbacks()  # noqa: SLF001 - ours
+                self._kept.pop(handle._core.handle, None)  # noqa: SLF001
+        except BaseException:
+            os.eventfd_write(descriptor, 1)
+            raise
+        ended, self._ended = self._ended, []
         return ended
 
     @property
@@ -380,6 +384,7 @@ class Agent:
             self._listener.close()
         self._core.close()
         self._caches.clear()
+        self._kept.clear()
         _agents.discard(self)
 
     def __enter__(self) -> Agent:
@@ -415,87 +420,17 @@ class Agent:
             )
         return known
 
-    def _peer(self, agent: AgentRef) -> _Peer:
-        """Return the connection to an agent, which may have just been begun. Needs the lock."""
-        key = (agent.address, agent.name)
-        peer = self._peers.get(key)
-        if peer is not None and self._core.peer_alive(peer.id):
-            known = peer.identity
-            if known is None or agent.incarnation in (None, known.incarnation):
-                return peer
-            # An older ticket, or the news of a restart has not arrived yet: ask who is there. The
-            # connection that works is kept until the answer is here.
-            return self._dial(agent)
-        peer = self._peers[key] = self._dial(agent)
-        return peer
-
-    def _dial(self, agent: AgentRef) -> _Peer:
-        peer = _Peer(self._core.add_peer(agent.name))
-        if agent.address.startswith(_LOOPBACK):
-            self._connect_loopback(agent, peer)
-        else:
-            threading.Thread(
-                target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
-            ).start()
-        return peer
-
-    def _connect(self, agent: AgentRef, peer: _Peer) -> None:
-        try:
-            identity = connect(
-                self._core,
-                peer.id,
-                self._identity,
-                self._config,
-                agent.address,
-                agent.name,
-                agent.incarnation,
-            )
-            with self._lock:
-                peer.identity = identity
-                self._peers[(agent.address, agent.name)] = peer
-        except HandshakeError as error:
-            self._fail(peer, error)
-        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
-            self._fail(peer, HandshakeError(f"connecting to {agent.name!r}: {error}"))
-        finally:
-            peer.settled.set()
-
-    def _connect_loopback(self, agent: AgentRef, peer: _Peer) -> None:
-        producer = next((a for a in _agents if a._address == agent.address), None)  # noqa: SLF001
-        if producer is None or producer.name != agent.name:
-            error = HandshakeError(
-                f"agent {agent.name!r} is not in this process, which loopback is for", Status.STALE
-            )
-            self._fail(peer, error)
-        else:
-            self._attach_loopback(producer, peer, _core.LoopbackFaults())
-        peer.settled.set()
-
-    def _attach_loopback(self, producer: Agent, peer: _Peer, faults: _core.LoopbackFaults) -> None:
-        peer.identity = producer._identity  # noqa: SLF001
-        _core.Agent.attach_loopback(
-            consumer=self._core,
-            consumer_peer=peer.id,
-            consumer_incarnation=self.incarnation,
-            producer=producer._core,  # noqa: SLF001
-            producer_peer=producer._core.add_peer(self.name),  # noqa: SLF001
-            producer_incarnation=producer.incarnation,
-            faults=faults,
-        )
-
-    def _fail(self, peer: _Peer, error: HandshakeError) -> None:
-        peer.failure = error
-        try:
-            self._core.fail_peer(peer.id, error.status.value, str(error))
-        except ClosedError:
-            pass  # then everything that waited has been told already
+    def _watch(self, handle: Fetch | Offer) -> None:
+        """Keep a handle that has got a callback, and have `poll` look at it if it has ended."""
+        descriptor = self.fileno()
+        self._kept[handle._core.handle] = handle  # noqa: SLF001 - ours
+        if handle._ended:  # noqa: SLF001
+            os.eventfd_write(descriptor, 1)
 
 
-def _block_table(blocks: Iterable[int], first_token: int, first_slot: int) -> _core.BlockTable:
-    listed = blocks.tolist() if hasattr(blocks, "tolist") else [int(block) for block in blocks]
-    if any(block < 0 for block in listed):
-        raise InvalidError(f"block ids are not negative: {min(listed)}")
-    return _core.BlockTable(listed, first_token, first_slot)
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 < value <= _LONGEST:
+        raise InvalidError(f"{name} is {value} s: it must be positive and at most {_LONGEST:.0f}")
 
 
 def _token_range(tokens: slice | None, first: int, count: int) -> tuple[int, int]:

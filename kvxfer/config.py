@@ -77,10 +77,10 @@ class Config:
         "host that tickets name, where it is not the listen address",
     )
     arena_bytes: int = _knob(
-        "KVXFER_ARENA_BYTES", 128 << 20, "bytes", "staging memory of the fetching side"
+        "KVXFER_ARENA_BYTES", 256 << 20, "bytes", "staging memory of the fetching side"
     )
     chunk_bytes: int = _knob(
-        "KVXFER_CHUNK_BYTES", 1 << 20, "bytes", "most that is packed, written and verified at once"
+        "KVXFER_CHUNK_BYTES", 4 << 20, "bytes", "most that is packed, written and verified at once"
     )
     window: int = _knob(
         "KVXFER_WINDOW", 8, "chunks", "most chunks that one fetch has under way with one peer"

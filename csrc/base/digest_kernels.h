@@ -37,9 +37,9 @@ struct Segment {
   size_t stripes = 0;
 };
 
-// Works through segments[0, count) in order. The copies prefetch the sources of the `ahead`
-// segments behind, which must be readable as array elements; the streaming moves, whose source is a
-// wire buffer in one piece, leave that to the hardware.
+// Works through segments[0, count) in order, and prefetches the sources of the `ahead` segments
+// behind, which must be readable as array elements. 0 leaves prefetching to the hardware, which is
+// best where the source is one piece.
 using MoveSegments = void (*)(const Segment* segments, size_t count, size_t ahead,
                               DigestState& state);
 

@@ -49,10 +49,12 @@ KVXFER_STRIPE_INLINE void copy_segment(typename Stripe::Sums& sums, const Segmen
 // Streaming stores need whole aligned lines: where `to` is not aligned, the bytes before its first
 // line and behind its last are stored the ordinary way, and the lines lie across the stripes.
 template <class Stripe, bool kDigest>
-KVXFER_STRIPE_INLINE void stream_segment(typename Stripe::Sums& sums, const Segment& segment) {
+KVXFER_STRIPE_INLINE void stream_segment(typename Stripe::Sums& sums, const Segment& segment,
+                                         const Segment& later) {
   const size_t head = -reinterpret_cast<uintptr_t>(segment.to) % kStripe;
   if (head == 0) {
     for (size_t i = 0; i < segment.stripes * kStripe; i += kStripe) {
+      __builtin_prefetch(later.from + i);
       add_stripe<Stripe, kDigest>(sums, segment.from + i);
       Stripe::stream(segment.to + i, segment.from + i);
     }
@@ -69,12 +71,12 @@ KVXFER_STRIPE_INLINE void stream_segment(typename Stripe::Sums& sums, const Segm
 }
 
 template <class Stripe, bool kDigest, bool kStream>
-KVXFER_TARGET void move_segments(const Segment* segments, size_t count,
-                                 [[maybe_unused]] size_t ahead, DigestState& state) {
+KVXFER_TARGET void move_segments(const Segment* segments, size_t count, size_t ahead,
+                                 DigestState& state) {
   auto sums = Stripe::load(state);
   for (size_t s = 0; s < count; ++s) {
     if constexpr (kStream) {
-      stream_segment<Stripe, kDigest>(sums, segments[s]);
+      stream_segment<Stripe, kDigest>(sums, segments[s], segments[s + ahead]);
     } else {
       copy_segment<Stripe, kDigest>(sums, segments[s], segments[s + ahead]);
     }

@@ -175,8 +175,8 @@ void EventLoop::add(int fd, uint32_t events, Handler handler) {
   event.events = events;
   event.data.u64 = event_key(fd, entry->serial);
   if (::epoll_ctl(state.epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw Error(StatusCode::kNoResources, "cannot watch file descriptor " + std::to_string(fd) +
-                                              ": " + std::strerror(errno));
+    throw Error(StatusCode::kNoResources,
+                "cannot watch file descriptor " + std::to_string(fd) + ": " + std::strerror(errno));
   }
   state.entries[fd] = std::move(entry);
 }

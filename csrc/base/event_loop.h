@@ -30,8 +30,8 @@ class EventLoop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  // Calls `handler` whenever `fd` has one of `events` (level-triggered). The caller keeps owning the
-  // descriptor and removes it before closing it. Throws Error(kNoResources) when epoll refuses.
+  // Calls `handler` whenever `fd` has one of `events` (level-triggered). The caller keeps owning
+  // the descriptor and removes it before closing it. Throws Error(kNoResources) when epoll refuses.
   void add(int fd, uint32_t events, Handler handler);
 
   // Changes what is waited for. Nothing happens when `fd` is not there (any more).

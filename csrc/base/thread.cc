@@ -11,7 +11,8 @@
 
 namespace kvxfer {
 
-Thread::Thread(const std::string& name, std::function<void()> body) : generation_(fork_generation()) {
+Thread::Thread(const std::string& name, std::function<void()> body)
+    : generation_(fork_generation()) {
   // The mask is inherited, so it is set around the creation: there is no moment in which the new
   // thread could take a signal.
   sigset_t all;

@@ -48,12 +48,13 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(size_t threads, const std::string& name) : state_(std::make_shared<State>()) {
+ThreadPool::ThreadPool(size_t threads, const std::string& name)
+    : state_(std::make_shared<State>()) {
   state_->size = std::max<size_t>(threads, 1);
   try {
     for (size_t i = 0; i < state_->size; ++i) {
-      state_->threads.push_back(std::make_unique<Thread>(
-          name + "-" + std::to_string(i), [state = state_] { state->run(); }));
+      state_->threads.push_back(std::make_unique<Thread>(name + "-" + std::to_string(i),
+                                                         [state = state_] { state->run(); }));
     }
   } catch (...) {
     stop();

@@ -13,9 +13,9 @@ uint64_t fork_generation();
 // Owns a file descriptor. Move-only; not thread-safe.
 //
 // A forked child must not keep its parent's sockets open, for peers would then not notice the
-// parent's death. So every descriptor owned by a UniqueFd is closed in the child of a fork(), before
-// fork() returns there; a UniqueFd copied by the fork owns nothing, even when the number is used
-// again. (exec is dealt with by O_CLOEXEC, which whoever opens a descriptor sets.)
+// parent's death. So every descriptor owned by a UniqueFd is closed in the child of a fork(),
+// before fork() returns there; a UniqueFd copied by the fork owns nothing, even when the number is
+// used again. (exec is dealt with by O_CLOEXEC, which whoever opens a descriptor sets.)
 class UniqueFd {
  public:
   UniqueFd() = default;

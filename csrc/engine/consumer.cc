@@ -8,11 +8,15 @@
 namespace kvxfer {
 namespace {
 
+constexpr uint32_t kMaxCopiedChunk = 1u << 20;
 constexpr uint32_t kMinChunk = 128u << 10;  // smaller ones cost more in messages than they win
 
 // Smaller chunks for small fetches, so that packing and unpacking overlap there too.
 uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
-  const uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
+  uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
+  // What is copied through a socket should stay in the caches of both cores; what is written past
+  // them need not, and then fewer messages count for more.
+  if (!part.peer->link->one_sided()) most = std::min<uint64_t>(most, kMaxCopiedChunk);
   const uint64_t share = (part.wire_bytes / core.options.window + 4095) / 4096 * 4096;
   return static_cast<uint32_t>(std::min(most, std::max<uint64_t>(kMinChunk, share)));
 }
@@ -74,9 +78,10 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   part.peer->link->send(message.encode());
 }
 
-void feed(AgentCore& core, const std::shared_ptr<Part>& part) {
+// Lets a part ask for slots until it holds `enough`.
+void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
   const bool wants = !part->done && !part->fetch->ending && part->slots_wanted > 0 &&
-                     part->slots.size() < core.options.window && part->peer->state == Peer::kReady;
+                     part->slots.size() < enough && part->peer->state == Peer::kReady;
   if (!wants || part->hungry) return;
   part->hungry = true;
   core.hungry.push_back(part);
@@ -85,7 +90,8 @@ void feed(AgentCore& core, const std::shared_ptr<Part>& part) {
 void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot) {
   std::erase(part->slots, slot);
   free_slot(core, slot);
-  feed(core, part);
+  // Half a window at a time: every credit message wakes the producer's progress thread.
+  feed(core, part, core.options.window / 2 + 1);
 }
 
 // Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
@@ -215,7 +221,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   report.transport = peer.link->transport();
   report.link = peer.link->describe();
   report.why = peer.why;
-  feed(core, part);
+  feed(core, part, core.options.window);
 }
 
 void grant_slots(AgentCore& core) {
@@ -236,7 +242,7 @@ void grant_slots(AgentCore& core) {
     } else {
       known->second.push_back(slot);
     }
-    feed(core, part);
+    feed(core, part, core.options.window);
   }
   for (const auto& [part, slots] : grants) {
     if (!part->sent) {
@@ -305,7 +311,7 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
     claim_chunk(core, *part, commit);
     run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
   }
-  feed(core, part);
+  feed(core, part, core.options.window);
   grant_slots(core);
 }
 

@@ -162,7 +162,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
   wire::Commit commit{serve->request.fetch_id, chunk, slot, static_cast<uint32_t>(end - begin), {}};
   commit.digest =
       pack(*serve->plan, begin, end, wire_bytes, chunk_seed(serve->request.generation, begin),
-           serve->request.with_digest != 0);
+           serve->request.with_digest != 0, /*stream=*/!staging_slot);
   const wire::Bytes message = commit.encode();
   uint64_t token = 0;
   bool write = false;

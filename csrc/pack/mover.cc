@@ -39,8 +39,8 @@ void copy_small(std::byte* to, const std::byte* from, size_t bytes) {
 }  // namespace
 
 template <Direction kDirection>
-Mover<kDirection>::Mover(Wire wire, bool with_digest)
-    : kernels_(stripe_kernels()), wire_(wire), with_digest_(with_digest) {}
+Mover<kDirection>::Mover(Wire wire, bool with_digest, bool stream)
+    : kernels_(stripe_kernels()), wire_(wire), with_digest_(with_digest), stream_(stream) {}
 
 template <Direction kDirection>
 Digest Mover<kDirection>::run(const CopyPlan& plan, uint64_t begin, uint64_t end, uint64_t seed) {
@@ -90,14 +90,9 @@ void Mover<kDirection>::add_piece(std::byte* memory, size_t bytes) {
 
 template <Direction kDirection>
 void Mover<kDirection>::move_segments(size_t count) {
-  // A slot that is packed is read by somebody soon. Blocks that are unpacked are not, and streaming
-  // into them saves reading their old contents first.
-  if constexpr (kDirection == Direction::kGather) {
-    (with_digest_ ? kernels_.copy_digest : kernels_.copy)(segments_.data(), count, kAhead, state_);
-  } else {
-    (with_digest_ ? kernels_.stream_digest : kernels_.stream)(segments_.data(), count, kAhead,
-                                                              state_);
-  }
+  const MoveSegments move = stream_ ? (with_digest_ ? kernels_.stream_digest : kernels_.stream)
+                                    : (with_digest_ ? kernels_.copy_digest : kernels_.copy);
+  move(segments_.data(), count, kDirection == Direction::kGather ? kAhead : 0, state_);
 }
 
 template <Direction kDirection>

@@ -22,7 +22,8 @@ class Mover {
  public:
   using Wire = std::conditional_t<kDirection == Direction::kGather, std::byte*, const std::byte*>;
 
-  Mover(Wire wire, bool with_digest);
+  // `stream` writes past the caches.
+  Mover(Wire wire, bool with_digest, bool stream);
 
   Digest run(const CopyPlan& plan, uint64_t begin, uint64_t end, uint64_t seed);
 
@@ -42,6 +43,7 @@ class Mover {
   const StripeKernels& kernels_;
   const Wire wire_;
   const bool with_digest_;
+  const bool stream_;
   uint64_t at_ = 0;        // wire bytes taken up by segments or moved
   uint64_t digested_ = 0;  // wire bytes in state_, or in segments_
   DigestState state_;

@@ -8,14 +8,15 @@
 namespace kvxfer {
 
 Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
-            bool with_digest) {
-  Mover<Direction::kGather> mover(wire, with_digest);
+            bool with_digest, bool stream) {
+  Mover<Direction::kGather> mover(wire, with_digest, stream);
   return mover.run(plan, begin, end, seed);
 }
 
 Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
               uint64_t seed, bool with_digest) {
-  Mover<Direction::kScatter> mover(wire, with_digest);
+  // Nobody reads the blocks soon, and streaming saves reading their old contents first.
+  Mover<Direction::kScatter> mover(wire, with_digest, /*stream=*/true);
   return mover.run(plan, begin, end, seed);
 }
 

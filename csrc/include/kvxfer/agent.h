@@ -27,8 +27,8 @@ using PeerId = uint32_t;
 struct AgentOptions {
   std::string name;
   uint64_t incarnation = 0;  // new at each start
-  uint64_t arena_bytes = 128u << 20;
-  uint32_t slot_bytes = 1u << 20;  // largest chunk
+  uint64_t arena_bytes = 256u << 20;
+  uint32_t slot_bytes = 4u << 20;  // largest chunk
   uint32_t window = 8;             // most slots that one fetch holds per peer
   uint32_t threads = 1;            // that pack and unpack
   uint32_t bulk_threads = 2;       // that serve TCP data streams

@@ -79,6 +79,7 @@ class CopyPlan {
 
  private:
   friend class RunCursor;
+  friend class OrderJudge;
 
   struct Tile {
     uint32_t block = 0;
@@ -99,6 +100,8 @@ class CopyPlan {
   void set_order(const WireOrder& order);
   void find_contiguity();
   uint32_t contiguity_at(size_t depth, uint32_t layer, uint32_t plane) const;
+  // Pieces of memory that one tile of the sub-nest is in, not merged with what lies outside it.
+  uint64_t count_pieces(size_t depth, uint32_t layer, uint32_t plane, uint32_t tile_tokens) const;
   size_t depth_of(Axis axis) const { return depth_of_[static_cast<size_t>(axis)]; }
   size_t view_index(uint32_t layer, uint32_t plane) const {
     return layer * row_bytes_.size() + plane;

@@ -18,8 +18,8 @@ constexpr size_t kMaxMessage = 4u << 20;  // a layout of 1000 layers is about 10
 constexpr size_t kMaxNotice = 64u << 10;
 constexpr uint64_t kMaxWrite = 1u << 30;  // chunks are far smaller; more is a peer out of step
 
-// What a link tells its owner. Calls come from the transport's threads, and from inside Link::write()
-// where said; never while a lock of the transport is held. They must not throw.
+// What a link tells its owner. Calls come from the transport's threads, and from inside
+// Link::write() where said; never while a lock of the transport is held. They must not throw.
 class LinkSink {
  public:
   virtual ~LinkSink() = default;
@@ -27,16 +27,16 @@ class LinkSink {
   // A control message, in the order sent. Always called from one thread at a time per link.
   virtual void on_message(Link& link, std::span<const std::byte> message) = 0;
 
-  // The peer wants to write `size` bytes at `offset` of our arena. Returns where they go, or null to
-  // have them read and thrown away (the grant is gone: this is the fence for late writes).
-  // Not called by transports whose peers write without us (shm, RDMA): there the grant is the fence.
+  // The peer wants to write `size` bytes at `offset` of our arena. Returns where they go, or null
+  // to have them read and thrown away (the grant is gone: this is the fence for late writes). Not
+  // called by transports whose peers write without us (shm, RDMA): there the grant is the fence.
   // Memory that was returned is written to until on_landed() or on_closed().
   virtual std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size,
                                  std::span<const std::byte> notice) = 0;
 
   // All bytes of a write are in our arena. `notice` is what the writer attached. `accepted` repeats
-  // whether on_incoming answered memory (true where that is not called). May be called from several threads
-  // at once, each for another write; the callee may do the unpacking right there.
+  // whether on_incoming answered memory (true where that is not called). May be called from several
+  // threads at once, each for another write; the callee may do the unpacking right there.
   virtual void on_landed(Link& link, std::span<const std::byte> notice, bool accepted) = 0;
 
   // The source of write(token) may be reused. `ok` false: the link is failing.
@@ -74,16 +74,16 @@ class Link {
   // RDMA): then a granted slot is safe again only once the peer says so or on_closed() has come.
   virtual bool one_sided() const { return false; }
 
-  // The peer's arena, when it is mapped here, else empty. When it is mapped, pack writes into it and
-  // the commit travels by send(); write() is then not used.
+  // The peer's arena, when it is mapped here, else empty. When it is mapped, pack writes into it
+  // and the commit travels by send(); write() is then not used.
   virtual std::span<std::byte> mapped_arena() const { return {}; }
 
   // Copies `source` to `offset` of the peer's arena; then the peer gets `notice` through
   // on_landed(). `source` stays untouched until on_written(token), which may be called from inside.
   // Up to kMaxWrite and kMaxNotice bytes. On a link that is closing or whose peer's arena is mapped
   // here, on_written(token, false) is called from inside, even when on_closed() has come already.
-  virtual void write(std::span<const std::byte> source, uint64_t offset, std::span<const std::byte> notice,
-                     uint64_t token) = 0;
+  virtual void write(std::span<const std::byte> source, uint64_t offset,
+                     std::span<const std::byte> notice, uint64_t token) = 0;
 
   // Ends the link. on_closed() follows from another thread, when the fence is complete: on a mapped
   // arena only when the peer has let go of it.
@@ -116,11 +116,12 @@ class IoThreads {
   std::unique_ptr<State> state_;
 };
 
-// Links over descriptors that are connected already. They own the descriptors from the call on, also
-// when it throws Error(kInvalid) or Error(kNoResources).
+// Links over descriptors that are connected already. They own the descriptors from the call on,
+// also when it throws Error(kInvalid) or Error(kNoResources).
 
-// One host. `control_fd` is a connected AF_UNIX stream socket. `arena_fd` is the memfd of the peer's
-// arena, of `arena_bytes` bytes, sealed against shrinking; -1 on the side whose peer has none.
+// One host. `control_fd` is a connected AF_UNIX stream socket. `arena_fd` is the memfd of the
+// peer's arena, of `arena_bytes` bytes, sealed against shrinking; -1 on the side whose peer has
+// none.
 std::shared_ptr<Link> make_shm_link(IoThreads& threads, int control_fd, int arena_fd,
                                     uint64_t arena_bytes);
 
