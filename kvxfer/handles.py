@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Generator
 from types import TracebackType
@@ -51,7 +52,8 @@ class _Handle:
 
     _core: CoreOffer | CoreFetch
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[Fetch | Offer], None]) -> None:
+        self._watch = watch  # has the agent keep a handle until its callbacks have run
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -84,17 +86,19 @@ class _Handle:
             if not ended.done():
                 ended.set_result(None)
 
-        descriptor = self.fileno()
-        loop.add_reader(descriptor, wake)
+        descriptor = os.dup(self.fileno())  # a loop takes one reader for each
         try:
-            await ended
+            loop.add_reader(descriptor, wake)
+            try:
+                await ended
+            finally:
+                loop.remove_reader(descriptor)
         finally:
-            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     def _run_callbacks(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        while self._callbacks:  # when one raises, those behind it stay for the next call
+            self._callbacks.pop(0)()
 
 
 class Fetch(_Handle):
@@ -106,8 +110,10 @@ class Fetch(_Handle):
 
     _core: CoreFetch
 
-    def __init__(self, core: CoreFetch, cache: Cache) -> None:
-        super().__init__()
+    def __init__(
+        self, core: CoreFetch, cache: Cache, watch: Callable[[Fetch | Offer], None]
+    ) -> None:
+        super().__init__(watch)
         self._core = core
         self._cache = cache  # its memory is being written
 
@@ -162,8 +168,12 @@ class Fetch(_Handle):
         self._core.cancel()
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
-        """Have `callback` called once by `Agent.poll` after the end, in the polling thread."""
+        """Have `callback` called once by `Agent.poll` after the end, in the polling thread.
+
+        The agent keeps the fetch until then. Added after the end, the next `poll` calls it.
+        """
         self._callbacks.append(lambda: callback(self))
+        self._watch(self)
 
     @property
     def report(self) -> Report:
@@ -206,8 +216,14 @@ class Offer(_Handle):
 
     _core: CoreOffer
 
-    def __init__(self, core: CoreOffer, cache: Cache, ticket: Ticket) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        core: CoreOffer,
+        cache: Cache,
+        ticket: Ticket,
+        watch: Callable[[Fetch | Offer], None],
+    ) -> None:
+        super().__init__(watch)
         self._core = core
         self._cache = cache  # its memory is being read
         self._ticket = ticket
@@ -229,14 +245,18 @@ class Offer(_Handle):
         layer
             Its name, or its index in the cache.
         """
+        layers = self._cache.layout.layers
         if isinstance(layer, str):
-            layers = self._cache.layout.layers
             if layer not in layers:
                 raise InvalidError(
                     f"offer {self.id!r}: there is no layer {layer!r}; the cache has "
                     f"{len(layers)}, the first is {layers[0]!r}"
                 )
             layer = layers.index(layer)
+        elif not 0 <= layer < len(layers):
+            raise InvalidError(
+                f"offer {self.id!r}: there is no layer {layer}, the cache has {len(layers)}"
+            )
         self._core.mark_ready(layer)
 
     def mark_all_ready(self) -> None:
@@ -279,8 +299,12 @@ class Offer(_Handle):
         return Status(self._core.outcome()[0])
 
     def add_released_callback(self, callback: Callable[[Offer], None]) -> None:
-        """Have `callback` called once by `Agent.poll` after the release, in the polling thread."""
+        """Have `callback` called once by `Agent.poll` after the release, in the polling thread.
+
+        The agent keeps the offer until then. Added after the release, the next `poll` calls it.
+        """
         self._callbacks.append(lambda: callback(self))
+        self._watch(self)
 
     def __await__(self) -> Generator[None, None, Status]:
         return self._finish().__await__()

@@ -90,4 +90,28 @@ void CopyPlan::find_contiguity() {
   }
 }
 
+uint64_t CopyPlan::count_pieces(size_t depth, uint32_t layer, uint32_t plane,
+                                uint32_t tile_tokens) const {
+  const size_t index = view_index(layer, plane);
+  const uint32_t needed = contiguity_[index][depth];
+  if (needed == kAlways || needed == tile_tokens) return 1;
+  if (depth == 5) return row_bytes_[plane] / element_bytes_;
+  const auto inner = [&](uint32_t inner_layer, uint32_t inner_plane) {
+    return count_pieces(depth + 1, inner_layer, inner_plane, tile_tokens);
+  };
+  uint64_t pieces = 0;
+  switch (order_[depth]) {
+    case Axis::kLayer:
+      for (uint32_t i = 0; i < num_layers_; ++i) pieces += inner(i, plane);
+      break;
+    case Axis::kPlane:
+      for (uint32_t i = 0; i < row_bytes_.size(); ++i) pieces += inner(layer, i);
+      break;
+    case Axis::kTile: pieces = inner(layer, plane); break;
+    case Axis::kHead: pieces = num_heads_ * inner(layer, plane); break;
+    case Axis::kToken: pieces = tile_tokens * inner(layer, plane); break;
+  }
+  return pieces;
+}
+
 }  // namespace kvxfer

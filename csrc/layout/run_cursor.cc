@@ -98,7 +98,8 @@ Run RunCursor::step() {
   const Axis axis = plan_.order_[along];
   if (axis == Axis::kHead || axis == Axis::kToken) {
     run.stride = axis == Axis::kHead ? view.head_stride : view.token_stride;
-    run.count = std::min<uint64_t>(extent(along) - position_[along], left_ / run.bytes);
+    run.count = extent(along) - position_[along];
+    if (run.count * run.bytes > left_) run.count = left_ / run.bytes;
   }
   left_ -= run.bytes * run.count;
   advance(along, static_cast<uint32_t>(run.count));

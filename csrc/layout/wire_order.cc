@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -66,19 +65,6 @@ Sample common_sample(const CacheLayout& producer, const CacheLayout& consumer) {
   return sample;
 }
 
-uint64_t count_runs(const CacheLayout& layout, const Sample& sample,
-                    const std::vector<uint32_t>& layers, const std::vector<uint32_t>& planes,
-                    const WireOrder& order) {
-  const BlockTable table{{0}, 0, 0};
-  const Slice slice{layers, sample.head_begin, sample.head_end, 0, sample.tokens};
-  const CopyPlan plan(layout, table, slice, {sample.tokens}, order, planes);
-  std::vector<Run> runs;
-  plan.append_runs(0, plan.wire_bytes(), runs);
-  uint64_t count = 0;
-  for (const Run& run : runs) count += run.count;
-  return count;
-}
-
 // The order in which the cache's memory is laid out. Layers and planes that are allocations of
 // their own count as outermost.
 WireOrder natural_order(const CacheLayout& layout, const std::vector<uint32_t>& layers,
@@ -116,31 +102,58 @@ WireOrder move_layer_first(WireOrder order) {
 
 }  // namespace
 
+// Counts the pieces that the sample is in on one side.
+class OrderJudge {
+ public:
+  OrderJudge(const CacheLayout& layout, const Sample& sample, const std::vector<uint32_t>& layers,
+             const std::vector<uint32_t>& planes, const WireOrder& natural)
+      : plan_(layout, BlockTable{{0}, 0, 0},
+              Slice{layers, sample.head_begin, sample.head_end, 0, sample.tokens}, {sample.tokens},
+              natural, planes),
+        tokens_(sample.tokens) {}
+
+  uint64_t pieces(const WireOrder& order) {
+    plan_.set_order(order);
+    plan_.find_contiguity();
+    return plan_.count_pieces(0, 0, 0, tokens_);
+  }
+
+ private:
+  CopyPlan plan_;
+  const uint32_t tokens_;
+};
+
 WireOrder choose_wire_order(const CacheLayout& producer, const CacheLayout& consumer,
                             bool layer_first) {
   const Sample sample = common_sample(producer, consumer);
-  std::vector<WireOrder> candidates = {
-      natural_order(consumer, sample.consumer_layers, sample.consumer_planes),
-      natural_order(producer, sample.producer_layers, sample.producer_planes)};
+  WireOrder ours = natural_order(producer, sample.producer_layers, sample.producer_planes);
+  WireOrder theirs = natural_order(consumer, sample.consumer_layers, sample.consumer_planes);
   if (layer_first) {
-    for (WireOrder& order : candidates) order = move_layer_first(order);
+    ours = move_layer_first(ours);
+    theirs = move_layer_first(theirs);
   }
+  OrderJudge at_producer(producer, sample, sample.producer_layers, sample.producer_planes, ours);
+  OrderJudge at_consumer(consumer, sample, sample.consumer_layers, sample.consumer_planes, theirs);
+
+  WireOrder best = theirs;
+  const uint64_t least = at_consumer.pieces(theirs);
+  uint64_t fewest = at_producer.pieces(theirs) + least;
+  // No order is better for a side than its own.
+  const uint64_t bound = at_producer.pieces(ours) + least;
+  if (fewest == bound) return best;
+  const auto consider = [&](const WireOrder& order) {
+    uint64_t pieces = at_producer.pieces(order);
+    if (pieces >= fewest) return;
+    pieces += at_consumer.pieces(order);
+    if (pieces >= fewest) return;
+    fewest = pieces;
+    best = order;
+  };
+  consider(ours);
   WireOrder order = {Axis::kLayer, Axis::kPlane, Axis::kTile, Axis::kHead, Axis::kToken};
   do {
-    if (valid(order, layer_first)) candidates.push_back(order);
-  } while (std::next_permutation(order.begin(), order.end()));
-
-  std::optional<uint64_t> fewest;
-  WireOrder best = candidates[0];
-  for (const WireOrder& candidate : candidates) {
-    const uint64_t runs =
-        count_runs(producer, sample, sample.producer_layers, sample.producer_planes, candidate) +
-        count_runs(consumer, sample, sample.consumer_layers, sample.consumer_planes, candidate);
-    if (!fewest || runs < *fewest) {
-      fewest = runs;
-      best = candidate;
-    }
-  }
+    if (valid(order, layer_first)) consider(order);
+  } while (fewest > bound && std::next_permutation(order.begin(), order.end()));
   return best;
 }
 

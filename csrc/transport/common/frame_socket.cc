@@ -48,8 +48,8 @@ void FrameSocket::watch(EventLoop::Handler handler) {
 
 FrameSocket::Failure FrameSocket::send(std::span<const std::byte> message) {
   if (message.size() > kMaxMessage) {
-    return "a control message of " + std::to_string(message.size()) + " bytes is over the limit of " +
-           std::to_string(kMaxMessage);
+    return "a control message of " + std::to_string(message.size()) +
+           " bytes is over the limit of " + std::to_string(kMaxMessage);
   }
   std::array<std::byte, kHeader> header;
   store_length(header.data(), message.size());
@@ -58,8 +58,8 @@ FrameSocket::Failure FrameSocket::send(std::span<const std::byte> message) {
   const std::lock_guard lock(mutex_);
   size_t sent = 0;
   if (out_begin_ == out_.size()) {
-    std::array<iovec, 2> parts{{{header.data(), kHeader},
-                                {const_cast<std::byte*>(message.data()), message.size()}}};
+    std::array<iovec, 2> parts{
+        {{header.data(), kHeader}, {const_cast<std::byte*>(message.data()), message.size()}}};
     msghdr request{};
     request.msg_iov = parts.data();
     request.msg_iovlen = parts.size();
@@ -76,7 +76,8 @@ FrameSocket::Failure FrameSocket::send(std::span<const std::byte> message) {
     return "the peer does not read: " + std::to_string(out_.size() - out_begin_) +
            " bytes of control messages are waiting for it";
   }
-  if (sent < kHeader) out_.insert(out_.end(), header.begin() + static_cast<ptrdiff_t>(sent), header.end());
+  if (sent < kHeader)
+    out_.insert(out_.end(), header.begin() + static_cast<ptrdiff_t>(sent), header.end());
   const size_t skip = sent > kHeader ? sent - kHeader : 0;
   out_.insert(out_.end(), message.begin() + static_cast<ptrdiff_t>(skip), message.end());
   if (!std::exchange(want_out_, true)) loop_->modify(fd_.get(), EPOLLIN | EPOLLOUT);

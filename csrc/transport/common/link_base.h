@@ -12,8 +12,9 @@
 
 namespace kvxfer {
 
-// Counts who may still call a sink, so that on_closed() comes last. Whoever is about to call enters;
-// once closed nobody new gets in, and the last to leave learns that it is the last. Lock-free.
+// Counts who may still call a sink, so that on_closed() comes last. Whoever is about to call
+// enters; once closed nobody new gets in, and the last to leave learns that it is the last.
+// Lock-free.
 class CloseGate {
  public:
   // `inside`: how many are inside from the beginning.
@@ -40,9 +41,9 @@ class CloseGate {
   std::atomic<uint64_t> state_;
 };
 
-// The closing protocol, the same for every transport of ours. A link has `parts`, e.g. sockets; each
-// leaves once after shut(), when it will call the sink no more. When all have left and start() has
-// been called, on_closed() is posted to the control loop.
+// The closing protocol, the same for every transport of ours. A link has `parts`, e.g. sockets;
+// each leaves once after shut(), when it will call the sink no more. When all have left and start()
+// has been called, on_closed() is posted to the control loop.
 //
 // Handlers given to loops hold a weak_ptr to the link, locked while they run: so the last reference
 // may be dropped anywhere, and the destructor may take the descriptors off the loops.

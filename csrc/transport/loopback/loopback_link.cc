@@ -58,8 +58,8 @@ class LoopbackLink final : public LinkBase {
     const auto peer = peer_.lock();
     if (closing() || !peer) return;
     if (message.size() > kMaxMessage) {
-      fail("a control message of " + std::to_string(message.size()) + " bytes is over the limit of " +
-           std::to_string(kMaxMessage));
+      fail("a control message of " + std::to_string(message.size()) +
+           " bytes is over the limit of " + std::to_string(kMaxMessage));
       return;
     }
     if (dice_.roll(dice_.faults().drop_message)) return;
@@ -210,10 +210,10 @@ class LoopbackLink final : public LinkBase {
   std::weak_ptr<LoopbackLink> peer_;  // set before the link is handed out
 
   std::mutex mutex_;
-  bool started_ = false;               // guarded by mutex_
-  std::vector<Bytes> early_;           // guarded by mutex_
+  bool started_ = false;                                                   // guarded by mutex_
+  std::vector<Bytes> early_;                                               // guarded by mutex_
   std::vector<std::pair<std::shared_ptr<Write>, uint64_t>> early_writes_;  // guarded by mutex_
-  std::shared_ptr<Write> held_;        // guarded by mutex_
+  std::shared_ptr<Write> held_;                                            // guarded by mutex_
 };
 
 }  // namespace

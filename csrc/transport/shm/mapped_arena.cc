@@ -14,7 +14,7 @@
 namespace kvxfer {
 
 MappedArena::MappedArena(int memfd, uint64_t bytes) : generation_(fork_generation()) {
-  struct stat facts {};
+  struct stat facts{};
   if (::fstat(memfd, &facts) != 0) {
     throw Error(StatusCode::kInvalid, "the peer's arena is no open file: " + error_text(errno));
   }
@@ -25,14 +25,16 @@ MappedArena::MappedArena(int memfd, uint64_t bytes) : generation_(fork_generatio
   }
   const int seals = ::fcntl(memfd, F_GET_SEALS);
   if (seals < 0 || !(seals & F_SEAL_SHRINK)) {
-    throw Error(StatusCode::kInvalid,
-                "the peer's arena is not sealed against shrinking, which it must be before it can be "
-                "mapped: create it with memfd_create(MFD_ALLOW_SEALING) and add F_SEAL_SHRINK");
+    throw Error(
+        StatusCode::kInvalid,
+        "the peer's arena is not sealed against shrinking, which it must be before it can be "
+        "mapped: create it with memfd_create(MFD_ALLOW_SEALING) and add F_SEAL_SHRINK");
   }
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   if (address == MAP_FAILED) {
-    throw Error(StatusCode::kNoResources, "cannot map the peer's arena of " + std::to_string(bytes) +
-                                              " bytes: " + error_text(errno));
+    throw Error(
+        StatusCode::kNoResources,
+        "cannot map the peer's arena of " + std::to_string(bytes) + " bytes: " + error_text(errno));
   }
   ::madvise(address, bytes, MADV_DONTFORK);
   ::madvise(address, bytes, MADV_HUGEPAGE);

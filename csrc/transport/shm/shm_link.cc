@@ -62,7 +62,8 @@ class ShmLink final : public LinkBase {
 
   void shut() override {
     if (one_sided()) {
-      // The producer takes this as the end, lets go of the arena and closes; on_ready() waits for it.
+      // The producer takes this as the end, lets go of the arena and closes; on_ready() waits for
+      // it.
       socket_.shutdown(SHUT_WR);
       control().post([self = shared_from_this(), this] { hold(); });
     } else {

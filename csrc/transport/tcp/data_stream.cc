@@ -130,7 +130,8 @@ DataStream::Failure DataStream::parse_header() {
   load(from, offset_);
   if (magic != kMagic || notice > kMaxNotice || size_ > kMaxWrite) {
     return "data stream from " + peer_address(fd_.get()) +
-           " is out of step: it carries no header where one is due, so the peer does not speak this "
+           " is out of step: it carries no header where one is due, so the peer does not speak "
+           "this "
            "protocol";
   }
   notice_.resize(notice);

@@ -1,0 +1,137 @@
+"""The producers that an agent is connected to."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from kvxfer import _core
+from kvxfer.config import Config
+from kvxfer.connector import connect
+from kvxfer.errors import ClosedError, HandshakeError, Status
+from kvxfer.handshake import Identity
+from kvxfer.ticket import AgentRef
+
+LOOPBACK = "loopback:"
+
+# Agents of this process that consumers can reach by loopback, by address.
+_listening: weakref.WeakValueDictionary[str, Peers] = weakref.WeakValueDictionary()
+
+
+class Peer:
+    """A producer that an agent is connected, or being connected, to."""
+
+    def __init__(self, core_id: int) -> None:
+        self.id = core_id
+        self.identity: Identity | None = None
+        self.failure: HandshakeError | None = None
+        self.settled = threading.Event()
+
+
+class Peers:
+    """Finds or makes the connection to a producer.
+
+    Parameters
+    ----------
+    core, identity, config
+        Of the agent.
+    lock
+        The agent's: held by callers of `get` until what they start on the peer is in the core.
+    """
+
+    def __init__(
+        self, core: _core.Agent, identity: Identity, config: Config, lock: threading.Lock
+    ) -> None:
+        self._core, self._identity, self._config, self._lock = core, identity, config, lock
+        self._connected: dict[tuple[str, str], Peer] = {}  # by address and name
+        self._dialling: dict[AgentRef, Peer] = {}
+
+    def listen(self) -> str:
+        """Let agents of this process connect by loopback; return the address."""
+        address = f"{LOOPBACK}{self._identity.incarnation:016x}"
+        _listening[address] = self
+        return address
+
+    def get(self, agent: AgentRef) -> Peer:
+        """Return the connection to an agent, which may have just been begun. Needs the lock."""
+        agent = AgentRef(name=agent.name, address=agent.address, incarnation=agent.incarnation)
+        peer = self._connected.get((agent.address, agent.name))
+        if peer is not None and self._core.peer_alive(peer.id):
+            assert peer.identity is not None
+            if agent.incarnation in (None, peer.identity.incarnation):
+                return peer
+        # Not connected; or this is an older ticket, or one from after a restart of which the news
+        # has not arrived yet: ask who is there. A connection that works is kept until then.
+        dialling = self._dialling.get(agent)
+        if dialling is not None and self._core.peer_alive(dialling.id):
+            return dialling
+        peer = self._dialling[agent] = Peer(self._core.add_peer(agent.name))
+        threading.Thread(
+            target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
+        ).start()
+        return peer
+
+    def attach_loopback(self, producer: Peers, faults: _core.LoopbackFaults) -> None:
+        """Connect to an agent of this process over a link on which these things go wrong."""
+        identity = producer._identity  # noqa: SLF001 - of this class
+        peer = Peer(self._core.add_peer(identity.name))
+        self._attach_loopback(producer, peer, faults)
+        peer.settled.set()
+        with self._lock:
+            self._connected[(producer.listen(), identity.name)] = peer
+
+    def _connect(self, agent: AgentRef, peer: Peer) -> None:
+        try:
+            if agent.address.startswith(LOOPBACK):
+                self._connect_loopback(agent, peer)
+            else:
+                peer.identity = connect(
+                    self._core,
+                    peer.id,
+                    self._identity,
+                    self._config,
+                    agent.address,
+                    agent.name,
+                    agent.incarnation,
+                )
+        except HandshakeError as error:
+            peer.failure = error
+        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
+            peer.failure = HandshakeError(f"connecting to {agent.name!r}: {error}")
+        with self._lock:  # a fetch that was given this peer is in the core before it fails there
+            if self._dialling.get(agent) is peer:
+                del self._dialling[agent]
+            if peer.failure is None:
+                self._connected[(agent.address, agent.name)] = peer
+            else:
+                self._fail(peer, peer.failure)
+        peer.settled.set()
+
+    def _connect_loopback(self, agent: AgentRef, peer: Peer) -> None:
+        producer = _listening.get(agent.address)
+        if producer is None or producer._identity.name != agent.name:  # noqa: SLF001
+            raise HandshakeError(
+                f"agent {agent.name!r} at {agent.address} is not in this process, which loopback "
+                "is for; if it has restarted, ask for a new ticket",
+                Status.STALE,
+            )
+        self._attach_loopback(producer, peer, _core.LoopbackFaults())
+
+    def _attach_loopback(self, producer: Peers, peer: Peer, faults: _core.LoopbackFaults) -> None:
+        other = producer._core  # noqa: SLF001
+        peer.identity = producer._identity  # noqa: SLF001
+        _core.Agent.attach_loopback(
+            consumer=self._core,
+            consumer_peer=peer.id,
+            consumer_incarnation=self._identity.incarnation,
+            producer=other,
+            producer_peer=other.add_peer(self._identity.name),
+            producer_incarnation=peer.identity.incarnation,
+            faults=faults,
+        )
+
+    def _fail(self, peer: Peer, error: HandshakeError) -> None:
+        try:
+            self._core.fail_peer(peer.id, error.status.value, str(error))
+        except ClosedError:
+            pass  # then everything that waited has been told already
