@@ -215,7 +215,7 @@ class Agent:
                 id=parsed.offer_id,
                 generation=parsed.generation,
                 cache=self._cache_id(cache),
-                table=_block_table(blocks, parsed.first_token, 0),
+                table=_core.BlockTable(blocks, parsed.first_token, 0),
                 num_tokens=parsed.num_tokens,
                 lease=lease,
                 consumers=consumers,
@@ -282,7 +282,7 @@ class Agent:
             )
         begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
         slot = begin % layout.block_size if first_slot is None else first_slot
-        table = _block_table(blocks, begin, slot)
+        table = _core.BlockTable(blocks, begin, slot)
         heads = (layout.first_head, layout.first_head + layout.num_heads)
         parts = cover(parsed.agents, layout.layers, heads, self._spread)
         with self._lock:
@@ -431,13 +431,6 @@ class Agent:
 def _check_seconds(name: str, value: float) -> None:
     if not 0 < value <= _LONGEST:
         raise InvalidError(f"{name} is {value} s: it must be positive and at most {_LONGEST:.0f}")
-
-
-def _block_table(blocks: Iterable[int], first_token: int, first_slot: int) -> _core.BlockTable:
-    listed = blocks.tolist() if hasattr(blocks, "tolist") else [int(block) for block in blocks]
-    if any(block < 0 for block in listed):
-        raise InvalidError(f"block ids are not negative: {min(listed)}")
-    return _core.BlockTable(listed, first_token, first_slot)
 
 
 def _token_range(tokens: slice | None, first: int, count: int) -> tuple[int, int]:
