@@ -39,10 +39,11 @@ class Arena {
  public:
   explicit Arena(size_t size, bool sealed = true) : size_(size) {
     fd_ = ::memfd_create("test-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd_ < 0 || ::ftruncate(fd_, static_cast<off_t>(size)) != 0) throw std::runtime_error("memfd");
+    if (fd_ < 0 || ::ftruncate(fd_, static_cast<off_t>(size)) != 0)
+      throw std::runtime_error("memfd");
     if (sealed) ::fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK);
-    data_ = static_cast<std::byte*>(
-        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
+    data_ =
+        static_cast<std::byte*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
   }
   ~Arena() {
     ::munmap(data_, size_);
@@ -74,7 +75,8 @@ class Recorder : public LinkSink {
   };
 
   std::function<void(Link&, std::span<const std::byte>)> message_hook;
-  std::function<std::byte*(uint64_t offset, uint64_t size, std::span<const std::byte>)> incoming_hook;
+  std::function<std::byte*(uint64_t offset, uint64_t size, std::span<const std::byte>)>
+      incoming_hook;
   std::function<void(std::span<const std::byte>, bool accepted)> landed_hook;
   std::function<void(const std::string&)> closed_hook;
 
@@ -183,7 +185,8 @@ inline std::vector<std::string> transports() {
   return names;
 }
 
-// Both ends of a link of the named transport: the consumer has an arena, the producer writes into it.
+// Both ends of a link of the named transport: the consumer has an arena, the producer writes into
+// it.
 struct LinkPair {
   explicit LinkPair(const std::string& transport, const LoopbackFaults& faults = {},
                     size_t arena_bytes = 8u << 20)

@@ -27,8 +27,6 @@ Bytes random_bytes(size_t size, uint32_t seed) {
   return bytes;
 }
 
-
-
 size_t entries_of(const char* directory) {
   size_t count = 0;
   DIR* dir = ::opendir(directory);
@@ -82,8 +80,10 @@ TEST_CASE("control messages arrive in order and intact, both ways") {
     });
     for (size_t i = 1; i < sent.size(); ++i) pair.producer->send(sent[i]);
     other.join();
-    CHECK(pair.consumer_sink.wait([&] { return pair.consumer_sink.messages.size() == sent.size(); }));
-    CHECK(pair.producer_sink.wait([&] { return pair.producer_sink.messages.size() == sent.size(); }));
+    CHECK(
+        pair.consumer_sink.wait([&] { return pair.consumer_sink.messages.size() == sent.size(); }));
+    CHECK(
+        pair.producer_sink.wait([&] { return pair.producer_sink.messages.size() == sent.size(); }));
     CHECK(pair.consumer_sink.messages == sent);
     CHECK(pair.producer_sink.messages == sent);
   });
@@ -113,9 +113,9 @@ TEST_CASE("writes land bit-exactly with their notice, next to control messages")
       Notice notice;
       REQUIRE(bytes.size() >= sizeof(notice));
       std::memcpy(&notice, bytes.data(), sizeof(notice));
-      const bool same = accepted && std::memcmp(pattern.data() + notice.id,
-                                                pair.arena.data() + notice.slot * kSlot,
-                                                notice.size) == 0;
+      const bool same =
+          accepted && std::memcmp(pattern.data() + notice.id,
+                                  pair.arena.data() + notice.slot * kSlot, notice.size) == 0;
       ++(same ? right : wrong);
       const std::lock_guard lock(mutex);
       free_slots.push_back(notice.slot);
@@ -127,10 +127,12 @@ TEST_CASE("writes land bit-exactly with their notice, next to control messages")
     const auto writer = [&] {
       std::mt19937 random(3);
       for (uint32_t id; (id = next++) < kWrites;) {
-        Notice notice{id, 0, static_cast<uint32_t>(id % 7 == 0 ? random() % 100 : random() % kSlot)};
+        Notice notice{id, 0,
+                      static_cast<uint32_t>(id % 7 == 0 ? random() % 100 : random() % kSlot)};
         {
           std::unique_lock lock(mutex);
-          if (!freed.wait_for(lock, std::chrono::seconds(10), [&] { return !free_slots.empty(); })) {
+          if (!freed.wait_for(lock, std::chrono::seconds(10),
+                              [&] { return !free_slots.empty(); })) {
             return;
           }
           notice.slot = free_slots.back();
@@ -167,7 +169,8 @@ TEST_CASE("bytes written into a mapped arena are there before the message that a
     uint32_t id;
     std::memcpy(&id, message.data(), sizeof(id));
     const Bytes expected = random_bytes(5000, id);
-    if (!std::equal(expected.begin(), expected.end(), pair.arena.data() + (id % 64) * 8192)) ++wrong;
+    if (!std::equal(expected.begin(), expected.end(), pair.arena.data() + (id % 64) * 8192))
+      ++wrong;
   };
   pair.start();
   for (uint32_t id = 0; id < 64; ++id) {
@@ -201,8 +204,9 @@ TEST_CASE("writes of nothing, and notices from nothing to the limit") {
     CHECK(pair.consumer_sink.wait([&] { return pair.consumer_sink.landed.size() == 4; }));
     CHECK(std::equal(source.begin(), source.end(), pair.arena.data() + 8));
     CHECK(std::equal(source.begin(), source.end(), pair.arena.data() + 200));
-    const auto count = std::count_if(pair.consumer_sink.landed.begin(), pair.consumer_sink.landed.end(),
-                                     [&](const auto& landed) { return landed.notice == longest; });
+    const auto count =
+        std::count_if(pair.consumer_sink.landed.begin(), pair.consumer_sink.landed.end(),
+                      [&](const auto& landed) { return landed.notice == longest; });
     CHECK(count == 2);
   });
 }
@@ -569,7 +573,8 @@ TEST_CASE("the death of a process is noticed at once, though it had forked" *
     ::close(pids[1]);
     IoThreads threads(1);
     Recorder sink;
-    auto link = name == "shm" ? make_shm_link(threads, ours, -1, 0) : make_tcp_link(threads, ours, {data});
+    auto link =
+        name == "shm" ? make_shm_link(threads, ours, -1, 0) : make_tcp_link(threads, ours, {data});
     if (name == "shm") ::close(data);
     link->start(sink);
     pid_t grandchild = 0;
@@ -626,16 +631,14 @@ TEST_CASE("loopback faults can be seen") {
     CHECK(messages > kCount / 4);
     CHECK(messages < kCount * 3 / 4);
   });
-  run({.duplicate_message = 1}, [&](const auto&, size_t messages, uint32_t) {
-    CHECK(messages == 2 * kCount);
-  });
+  run({.duplicate_message = 1},
+      [&](const auto&, size_t messages, uint32_t) { CHECK(messages == 2 * kCount); });
   run({.drop_write = 0.5}, [&](const auto& landed, size_t, uint32_t) {
     CHECK(landed.size() > kCount / 4);
     CHECK(landed.size() < kCount * 3 / 4);
   });
-  run({.duplicate_write = 0.5}, [&](const auto& landed, size_t, uint32_t) {
-    CHECK(landed.size() > kCount * 5 / 4);
-  });
+  run({.duplicate_write = 0.5},
+      [&](const auto& landed, size_t, uint32_t) { CHECK(landed.size() > kCount * 5 / 4); });
   run({.reorder_write = 0.5}, [&](const auto& landed, size_t, uint32_t) {
     CHECK(landed.size() == kCount);
     CHECK_FALSE(std::is_sorted(landed.begin(), landed.end()));
