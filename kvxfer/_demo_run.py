@@ -40,7 +40,8 @@ class Producer:
     def start(self) -> None:
         # Ctrl-C is for this process, which then ends that one: so that has a process group of its
         # own, and one that comes just now waits until we know whom to end.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        interrupts: list[int] = []
+        handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvxfer._demo_producer"],
@@ -50,7 +51,9 @@ class Producer:
                 start_new_session=True,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGINT, handler)
+        if interrupts:
+            raise KeyboardInterrupt
 
     @property
     def pid(self) -> int:
