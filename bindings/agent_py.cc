@@ -63,6 +63,8 @@ void register_options(py::module_& module) {
       .def_readwrite("arena_bytes", &AgentOptions::arena_bytes)
       .def_readwrite("slot_bytes", &AgentOptions::slot_bytes)
       .def_readwrite("window", &AgentOptions::window)
+      .def_readwrite("copied_chunk_bytes", &AgentOptions::copied_chunk_bytes)
+      .def_readwrite("copied_window", &AgentOptions::copied_window)
       .def_readwrite("threads", &AgentOptions::threads)
       .def_readwrite("bulk_threads", &AgentOptions::bulk_threads)
       .def_readwrite("inline_bytes", &AgentOptions::inline_bytes)

@@ -178,6 +178,8 @@ class AgentOptions:
     arena_bytes: int
     slot_bytes: int
     window: int
+    copied_chunk_bytes: int
+    copied_window: int
     threads: int
     bulk_threads: int
     inline_bytes: int

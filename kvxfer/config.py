@@ -48,6 +48,10 @@ def _default_threads() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
+def _tcp_threads() -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of an `Agent`. Arguments win over environment variables, those over defaults.
@@ -88,8 +92,18 @@ class Config:
     threads: int = _knob(
         "KVXFER_THREADS", _default_threads, "threads", "threads that pack and unpack"
     )
-    tcp_streams: int = _knob(
-        "KVXFER_TCP_STREAMS", 2, "sockets", "data connections to a peer, each with its own thread"
+    tcp_streams: int = _knob("KVXFER_TCP_STREAMS", 2, "sockets", "data connections to a peer")
+    tcp_threads: int = _knob(
+        "KVXFER_TCP_THREADS", _tcp_threads, "threads", "threads that receive from data connections"
+    )
+    tcp_chunk_bytes: int = _knob(
+        "KVXFER_TCP_CHUNK_BYTES", 512 << 10, "bytes", "as chunk_bytes, where sockets carry the chunks"
+    )
+    tcp_window: int = _knob(
+        "KVXFER_TCP_WINDOW",
+        3,
+        "chunks",
+        "as window, where sockets carry the chunks: more for long distances, else caches overflow",
     )
     inline_bytes: int = _knob(
         "KVXFER_INLINE_BYTES",
@@ -117,7 +131,10 @@ class Config:
                 f"transport {self.transport!r} is not known; "
                 "kvxfer.transports() lists what there is"
             )
-        for name in ("arena_bytes", "chunk_bytes", "window", "threads", "tcp_streams"):
+        for name in (
+            *("arena_bytes", "chunk_bytes", "window", "threads"),
+            *("tcp_streams", "tcp_threads", "tcp_chunk_bytes", "tcp_window"),
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.arena_bytes < self.chunk_bytes:
@@ -140,7 +157,8 @@ class Config:
         options.name, options.incarnation = name, incarnation
         options.arena_bytes, options.slot_bytes = self.arena_bytes, self.chunk_bytes
         options.window, options.threads = self.window, self.threads
-        options.bulk_threads, options.inline_bytes = self.tcp_streams, self.inline_bytes
+        options.copied_chunk_bytes, options.copied_window = self.tcp_chunk_bytes, self.tcp_window
+        options.bulk_threads, options.inline_bytes = self.tcp_threads, self.inline_bytes
         options.heartbeat_interval = self.heartbeat_interval
         options.heartbeat_timeout = self.heartbeat_timeout
         options.digest, options.lock_arena = self.digest, self.lock_arena

@@ -8,15 +8,17 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint32_t kMaxCopiedChunk = 1u << 20;
 constexpr uint32_t kMinChunk = 128u << 10;  // smaller ones cost more in messages than they win
+
+uint32_t window_of(const AgentCore& core, const Part& part) {
+  return part.peer->link->one_sided() ? core.options.window : core.options.copied_window;
+}
 
 // Smaller chunks for small fetches, so that packing and unpacking overlap there too.
 uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
   uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
-  // What is copied through a socket should stay in the caches of both cores; what is written past
-  // them need not, and then fewer messages count for more.
-  if (!part.peer->link->one_sided()) most = std::min<uint64_t>(most, kMaxCopiedChunk);
+  if (!part.peer->link->one_sided())
+    most = std::min<uint64_t>(most, core.options.copied_chunk_bytes);
   const uint64_t share = (part.wire_bytes / core.options.window + 4095) / 4096 * 4096;
   return static_cast<uint32_t>(std::min(most, std::max<uint64_t>(kMinChunk, share)));
 }
@@ -91,7 +93,7 @@ void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t sl
   std::erase(part->slots, slot);
   free_slot(core, slot);
   // Half a window at a time: every credit message wakes the producer's progress thread.
-  feed(core, part, core.options.window / 2 + 1);
+  feed(core, part, window_of(core, *part) / 2 + 1);
 }
 
 // Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
@@ -221,7 +223,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   report.transport = peer.link->transport();
   report.link = peer.link->describe();
   report.why = peer.why;
-  feed(core, part, core.options.window);
+  feed(core, part, window_of(core, *part));
 }
 
 void grant_slots(AgentCore& core) {
@@ -242,7 +244,7 @@ void grant_slots(AgentCore& core) {
     } else {
       known->second.push_back(slot);
     }
-    feed(core, part, core.options.window);
+    feed(core, part, window_of(core, *part));
   }
   for (const auto& [part, slots] : grants) {
     if (!part->sent) {
@@ -311,7 +313,7 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
     claim_chunk(core, *part, commit);
     run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
   }
-  feed(core, part, core.options.window);
+  feed(core, part, window_of(core, *part));
   grant_slots(core);
 }
 

@@ -11,6 +11,10 @@ AgentCore::AgentCore(const AgentOptions& agent_options)
     throw Error(StatusCode::kInvalid,
                 "chunk_bytes is " + std::to_string(options.slot_bytes) + ": at least 4096");
   }
+  if (options.copied_chunk_bytes < 4096 || options.copied_window == 0) {
+    throw Error(StatusCode::kInvalid,
+                "tcp_chunk_bytes must be at least 4096, tcp_window at least 1");
+  }
   if (options.window == 0 || options.threads == 0 || options.bulk_threads == 0) {
     throw Error(StatusCode::kInvalid, "window, threads and tcp_streams must be at least 1");
   }

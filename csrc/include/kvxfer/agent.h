@@ -30,8 +30,12 @@ struct AgentOptions {
   uint64_t arena_bytes = 256u << 20;
   uint32_t slot_bytes = 4u << 20;  // largest chunk
   uint32_t window = 8;             // most slots that one fetch holds per peer
-  uint32_t threads = 1;            // that pack and unpack
-  uint32_t bulk_threads = 2;       // that serve TCP data streams
+  // The same two where the transport copies through sockets: what is under way should stay in the
+  // caches of both cores (docs/transports.md).
+  uint32_t copied_chunk_bytes = 512u << 10;
+  uint32_t copied_window = 3;
+  uint32_t threads = 1;                // that pack and unpack
+  uint32_t bulk_threads = 1;           // that serve data streams
   uint32_t inline_bytes = 128u << 10;  // chunks up to this are packed without a change of thread
   double heartbeat_interval = 1.0;     // seconds
   double heartbeat_timeout = 10.0;     // seconds of silence after which a peer is lost
@@ -51,8 +55,8 @@ class Offer {
   void mark_ready(uint32_t layer);
   void mark_all_ready();
 
-  // Ends the offer: fetches of it fail with kCancelled. The blocks are free once released() is true,
-  // which is at once unless a pack is just reading them.
+  // Ends the offer: fetches of it fail with kCancelled. The blocks are free once released() is
+  // true, which is at once unless a pack is just reading them.
   void release();
 
   // True when nobody reads the blocks any more and never will: the engine may reuse them.
@@ -75,21 +79,21 @@ struct OfferSpec {
   CacheId cache = 0;
   BlockTable table;  // table.first_token is the first token on offer
   uint32_t num_tokens = 0;
-  double lease = 30.0;      // seconds without a word from a consumer
-  uint32_t consumers = 1;   // fetches after which the offer has done its duty
-  bool ready = true;        // false: layers follow by mark_ready()
+  double lease = 30.0;     // seconds without a word from a consumer
+  uint32_t consumers = 1;  // fetches after which the offer has done its duty
+  bool ready = true;       // false: layers follow by mark_ready()
 };
 
 // Facts about a fetch, for people and metrics.
 struct FetchReport {
-  uint64_t bytes = 0;       // of KV delivered
-  double seconds = 0;       // from fetch() to the end
+  uint64_t bytes = 0;  // of KV delivered
+  double seconds = 0;  // from fetch() to the end
   uint32_t chunks = 0;
-  std::string path;         // "staged"
-  std::string transport;    // of the peers, e.g. "shm"
-  std::string why;          // why this path and not a better one
-  std::string wire_order;   // outermost axis first, e.g. "LPTHN"
-  std::string link;         // Link::describe()
+  std::string path;        // "staged"
+  std::string transport;   // of the peers, e.g. "shm"
+  std::string why;         // why this path and not a better one
+  std::string wire_order;  // outermost axis first, e.g. "LPTHN"
+  std::string link;        // Link::describe()
   std::vector<std::string> peers;
 };
 
