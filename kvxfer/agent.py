@@ -282,6 +282,8 @@ class Agent:
             )
         begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
         slot = begin % layout.block_size if first_slot is None else first_slot
+        if not 0 <= slot < layout.block_size:
+            raise InvalidError(f"first_slot is {slot}, a block has {layout.block_size} slots")
         table = _core.BlockTable(blocks, begin, slot)
         heads = (layout.first_head, layout.first_head + layout.num_heads)
         parts = cover(parsed.agents, layout.layers, heads, self._spread)

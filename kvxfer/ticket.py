@@ -21,6 +21,8 @@ from kvxfer.errors import TicketError
 Ticket = dict[str, Any]
 
 VERSION = 1
+_MAX_TOKEN = (1 << 32) - 1
+_GENERATION_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class ParsedTicket:
 
 def new_generation() -> bytes:
     """Return 16 unguessable bytes."""
-    return secrets.token_bytes(16)
+    return secrets.token_bytes(_GENERATION_BYTES)
 
 
 def _signature(body: Ticket, secret: str | None) -> str:
@@ -104,6 +106,10 @@ def issue_ticket(
     """
     if not offer_id or num_tokens < 1 or first_token < 0 or not agents:
         raise TicketError("a ticket needs an offer id, at least one token and at least one agent")
+    if first_token + num_tokens > _MAX_TOKEN:
+        raise TicketError(f"tokens [{first_token}, {first_token + num_tokens}) go beyond 2^32")
+    if generation is not None and len(generation) != _GENERATION_BYTES:
+        raise TicketError(f"a generation has 16 bytes, not {len(generation)}")
     body: Ticket = {
         "kvxfer": VERSION,
         "offer": offer_id,
@@ -175,7 +181,8 @@ def _take_apart(ticket: Ticket) -> ParsedTicket:
         )
         for agent in ticket["agents"]
     )
-    if len(generation) != 16 or num_tokens < 1 or first_token < 0 or not agents:
+    tokens_fit = num_tokens >= 1 and first_token >= 0 and first_token + num_tokens <= _MAX_TOKEN
+    if len(generation) != _GENERATION_BYTES or not tokens_fit or not agents:
         raise ValueError("generation, tokens or agents out of range")
     return ParsedTicket(
         str(ticket["offer"]), generation, first_token, num_tokens, str(ticket["model"]), agents
