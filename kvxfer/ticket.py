@@ -149,10 +149,10 @@ def parse_ticket(ticket: object, secret: str | None) -> ParsedTicket:
     signature = ticket.get("signature")
     try:
         expected = _signature(ticket, secret)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise TicketError("ticket holds values that JSON cannot carry") from None
     if not isinstance(signature, str) or not hmac.compare_digest(
-        signature.encode(), expected.encode()
+        signature.encode(errors="replace"), expected.encode()
     ):
         scheme = signature.split(":")[0] if isinstance(signature, str) else "none"
         raise TicketError(
@@ -162,7 +162,7 @@ def parse_ticket(ticket: object, secret: str | None) -> ParsedTicket:
         )
     try:
         return _take_apart(ticket)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise TicketError(f"ticket is signed but malformed: {error!r}") from error
 
 
