@@ -11,11 +11,6 @@ uint32_t both(uint32_t a, uint32_t b, uint32_t always, uint32_t never) {
   return never;
 }
 
-bool same_strides(const PlaneView& a, const PlaneView& b) {
-  return a.block_stride == b.block_stride && a.head_stride == b.head_stride &&
-         a.token_stride == b.token_stride;
-}
-
 }  // namespace
 
 // A sub-nest is one piece of memory when the sub-nests one level further in are, and each of them
@@ -37,12 +32,20 @@ uint32_t CopyPlan::contiguity_at(size_t depth, uint32_t layer, uint32_t plane) c
   const auto require = [&](uint32_t condition) {
     result = both(result, condition, kAlways, kNever);
   };
+  // Whether the sub-nest of the next plane or layer starts a step behind that of the one before,
+  // for every block, head and token that the outer axes may be at.
+  const bool one_head = num_heads_ == 1 || depth_of(Axis::kHead) > depth;
   const auto follow = [&](size_t before_index, size_t next_index, uint32_t before_plane) {
     const PlaneView& before = views_[before_index];
     const PlaneView& next = views_[next_index];
     require(contiguity_[next_index][depth + 1]);
-    const int64_t stride = address_difference(next.data, before.data);
-    require(same_strides(before, next) ? step(stride, before_plane) : kNever);
+    uint32_t condition = step(address_difference(next.data, before.data), before_plane);
+    if (before.block_stride != next.block_stride) condition = kNever;
+    if (before.head_stride != next.head_stride && !one_head) condition = kNever;
+    // A tile of a whole block starts at slot 0, where the token stride does not matter.
+    const bool slot_0 = block_size_ == 1 || (tokens_inside && condition == block_size_);
+    if (before.token_stride != next.token_stride && !slot_0) condition = kNever;
+    require(condition);
   };
 
   switch (axis) {
