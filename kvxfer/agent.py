@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from kvxfer.config import Config
 from kvxfer.cover import cover
 from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
 from kvxfer.handles import Fetch, Offer
-from kvxfer.handshake import Identity
+from kvxfer.handshake import Identity, bind_to_interface
 from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
 from kvxfer.ticket import AgentRef, Ticket, issue_ticket, parse_ticket
@@ -81,6 +82,8 @@ class Agent:
                 f"listen={listen!r} does not go with transport={self._config.transport!r}: "
                 "loopback: is for agents of one process with transport='loopback'"
             )
+        with socket.socket() as probe:  # says now what the first connection would say
+            bind_to_interface(probe, self._config)
         options = self._config.core_options(name, self._identity.incarnation)
         self._core = _core.Agent(options)
         self._peers = Peers(self._core, self._identity, self._config, self._lock)

@@ -7,7 +7,7 @@ import socket
 
 from kvxfer import _core
 from kvxfer.config import Config
-from kvxfer.errors import HandshakeError, Status
+from kvxfer.errors import Error, HandshakeError, ResourceError, Status
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -59,10 +59,14 @@ def connect(
             f"agent {name!r} at {address} did not finish the handshake within "
             f"{config.handshake_timeout} s"
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise HandshakeError(f"{address} answered with a malformed frame: {error!r}") from error
     except HandshakeError:
         raise
+    except ResourceError as error:
+        raise HandshakeError(str(error), Status.NO_RESOURCES) from error
+    except Error as error:
+        raise HandshakeError(f"connecting to {name!r}: {error}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise HandshakeError(f"{address} answered with a malformed frame: {error!r}") from error
     except OSError as error:
         raise HandshakeError(f"lost {name!r} at {address} during the handshake: {error}") from error
 

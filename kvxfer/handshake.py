@@ -88,7 +88,7 @@ def recv_frame(sock: socket.socket, deadline: Deadline) -> Frame:
         raise HandshakeError(f"not a kvxfer agent: its first frame claims {size} bytes")
     try:
         frame = json.loads(_recv_exactly(sock, size, deadline))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HandshakeError("not a kvxfer agent: its frame is not JSON") from None
     if not isinstance(frame, dict):
         raise HandshakeError("not a kvxfer agent: its frame is not an object")
@@ -140,7 +140,7 @@ def host_identity() -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Split ``"host:port"`` or ``"[v6]:port"``."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"address {address!r} is not host:port, as 10.0.0.5:7000 or [::1]:7000")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"address {address!r}: write an IPv6 host in brackets, as [::1]:7000")

@@ -33,6 +33,7 @@ from kvxfer.handshake import (
 # At once; more are turned away, so that nobody can fill the process with threads.
 _MAX_HANDSHAKES = 64
 _MAX_STREAMS = 64
+_MAX_ARENA = 1 << 46  # bytes; more than any address space here
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Listener:
                     send_frame(connection, error_frame(error), deadline)
                 except Error as error:
                     send_frame(connection, error_frame(HandshakeError(str(error))), deadline)
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
             # A stranger, or a peer that went away: it is told by the closed connection.
             pass
         finally:
@@ -183,7 +184,7 @@ class Listener:
             self._take_shm(connection, hello, deadline)
         elif hello["kind"] == "data":
             self._take_stream(connection, hello, deadline)
-        else:
+        elif hello["kind"] == "peer":
             self._take_peer(connection, hello, deadline)
 
     def _take_peer(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
@@ -248,7 +249,7 @@ class Listener:
     def _take_shm(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
         session = self._session(hello, "shm")
         connection.settimeout(deadline.remaining())
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if len(descriptors) != 1:
             raise HandshakeError("the consumer sent no arena")
         # A socket object would refuse a memfd: this only owns the descriptor.
@@ -266,6 +267,8 @@ class Listener:
         arena_bytes: int,
         deadline: Deadline,
     ) -> None:
+        if not 0 < arena_bytes < _MAX_ARENA:
+            raise HandshakeError(f"an arena of {arena_bytes} bytes cannot be mapped")
         peer = self._core.add_peer(session.peer.name)
         try:
             send_frame(connection, {"ok": True}, deadline)
