@@ -1,0 +1,293 @@
+"""A peer made by hand: it can shake hands well, and then say anything.
+
+It follows docs/wire_protocol.md by itself, but for the handshake, whose functions it borrows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import struct
+from typing import Any
+
+import kvxfer
+from kvtest.agents import LONG
+from kvxfer.handshake import (
+    PROTOCOL,
+    Deadline,
+    Identity,
+    Transcript,
+    host_identity,
+    recv_frame,
+    send_frame,
+    session_token,
+    split_address,
+)
+
+HELLO, LAYOUT, FETCH, ACCEPT, COMMIT, REFUSED, CREDIT, DONE = range(1, 9)
+CANCEL, CANCELLED, PING, RENEW, BYE = range(9, 14)
+VERSION = 1
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<I", len(raw)) + raw
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def listed(*values: int) -> bytes:
+    return numbers(len(values), *values)
+
+
+def hello(
+    name: str, incarnation: int, *, version: int = VERSION, slot_bytes: int = 64 << 10
+) -> bytes:
+    return struct.pack("<BHQ", HELLO, version, incarnation) + text(name) + numbers(slot_bytes)
+
+
+def layout(
+    *,
+    cache_id: int = 1,
+    layers: tuple[str, ...] = ("layer.0",),
+    planes: tuple[str, ...] = ("k", "v"),
+    content: int = 16,
+    heads: tuple[int, int] = (0, 4),
+    block_size: int = 16,
+    num_blocks: int = 24,
+    element: int = 1,
+    views: int | None = None,
+) -> bytes:
+    raw = struct.pack("<BI", LAYOUT, cache_id) + text("") + bytes([element])
+    raw += numbers(num_blocks, block_size, heads[1] - heads[0], heads[0])
+    raw += numbers(len(layers)) + b"".join(text(layer) for layer in layers)
+    raw += numbers(len(planes)) + b"".join(text(plane) + numbers(content) for plane in planes)
+    row = 2 * content
+    view = struct.pack("<Qqqqq", 0, row * 4 * block_size, row * block_size, row, 2)
+    return raw + view * (len(layers) * len(planes) if views is None else views)
+
+
+def fetch(
+    ticket: kvxfer.Ticket,
+    *,
+    fetch_id: int = 1,
+    cache_id: int = 1,
+    layers: tuple[int, ...] = (0,),
+    heads: tuple[int, int] = (0, 4),
+    tokens: tuple[int, int] = (0, 16),
+    slot_in_block: int = 0,
+    codec: int = 0,
+    chunk_bytes: int = 64 << 10,
+    slots: tuple[int, ...] = (0,),
+    generation: bytes | None = None,
+) -> bytes:
+    raw = struct.pack("<BQ", FETCH, fetch_id) + text(ticket["offer"])
+    raw += bytes.fromhex(ticket["generation"]) if generation is None else generation
+    raw += numbers(cache_id) + listed(*layers) + numbers(*heads, *tokens, slot_in_block)
+    return raw + bytes([codec, 1]) + numbers(chunk_bytes) + listed(*slots)
+
+
+def accept(
+    fetch_id: int,
+    *,
+    order: tuple[int, ...] = (0, 1, 2, 3, 4),
+    per_layer: int = 0,
+    num_chunks: int = 1,
+    wire_bytes: int,
+    block_size: int = 16,
+    slot: int = 0,
+) -> bytes:
+    raw = struct.pack("<BQ", ACCEPT, fetch_id) + bytes([*order, per_layer])
+    return raw + struct.pack("<IQII", num_chunks, wire_bytes, block_size, slot)
+
+
+def commit(fetch_id: int, *, chunk: int = 0, slot: int = 0, size: int, digest: bytes = bytes(16)):
+    return struct.pack("<BQIII", COMMIT, fetch_id, chunk, slot, size) + digest
+
+
+def of_fetch(kind: int, fetch_id: int) -> bytes:
+    """DONE, CANCEL and CANCELLED."""
+    return struct.pack("<BQ", kind, fetch_id)
+
+
+def credit(fetch_id: int, *slots: int) -> bytes:
+    return struct.pack("<BQ", CREDIT, fetch_id) + listed(*slots)
+
+
+def write(notice: bytes, data: bytes, *, offset: int = 0, size: int | None = None) -> bytes:
+    """What a data stream carries."""
+    size = len(data) if size is None else size
+    return struct.pack("<4sIQQ", b"KVXW", len(notice), size, offset) + notice + data
+
+
+@dataclasses.dataclass
+class FakePeer:
+    """One end of a link over TCP. `data` are the sockets of the data streams."""
+
+    identity: Identity
+    control: socket.socket
+    data: list[socket.socket]
+
+    def say(self, *messages: bytes) -> None:
+        for message in messages:
+            self.control.sendall(numbers(len(message)) + message)
+
+    def raw(self, data: bytes) -> None:
+        self.control.sendall(data)
+
+    def hear(self) -> bytes | None:
+        """Return the next message; None when the other side has closed the link."""
+        try:
+            header = self._exactly(4)
+            return None if header is None else self._exactly(*struct.unpack("<I", header))
+        except ConnectionError:
+            return None
+
+    def hear_a(self, kind: int) -> bytes:
+        """Return the next message of a kind, and skip those before."""
+        while True:
+            message = self.hear()
+            assert message is not None, f"the link was closed before a message of kind {kind} came"
+            if message[0] == kind:
+                return message
+
+    def last_words(self) -> list[bytes]:
+        """Return all that the other side still says before it closes the link."""
+        heard = []
+        while (message := self.hear()) is not None:
+            heard.append(message)
+        return heard
+
+    def _exactly(self, size: int) -> bytes | None:
+        raw = b""
+        while len(raw) < size:
+            piece = self.control.recv(size - len(raw))
+            if not piece:
+                return None
+            raw += piece
+        return raw
+
+    def close(self) -> None:
+        for sock in (self.control, *self.data):
+            sock.close()
+
+    def __enter__(self) -> FakePeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_socket(address: str) -> socket.socket:
+    sock = socket.create_connection(split_address(address), LONG)
+    sock.settimeout(LONG)
+    return sock
+
+
+def greeting(identity: Identity, **changes: Any) -> dict[str, Any]:
+    """The first frame of a consumer."""
+    return {
+        "kvxfer": PROTOCOL,
+        "kind": "peer",
+        **identity.frame(),
+        "nonce": os.urandom(16).hex(),
+        "host": host_identity(),
+        "transports": ["tcp"],
+        "streams": 1,
+        **changes,
+    }
+
+
+def consumer(
+    address: str,
+    name: str = "stranger",
+    *,
+    secret: str | None = None,
+    streams: int = 1,
+    say_hello: bool = True,
+) -> FakePeer:
+    """Connect to an agent as a consumer would, over TCP."""
+    identity = Identity(name, int.from_bytes(os.urandom(8), "little"))
+    control = open_socket(address)
+    deadline = Deadline(LONG)
+    first = greeting(identity, streams=streams)
+    send_frame(control, first, deadline)
+    reply = recv_frame(control, deadline)
+    transcript = Transcript(secret, first, reply)
+    transcript.check("producer", reply)
+    send_frame(control, {"proof": transcript.proof("consumer")}, deadline)
+    chosen = recv_frame(control, deadline)
+    data = []
+    for index in range(streams):
+        stream = open_socket(address)
+        token = session_token(transcript.session_key(), f"data{index}")
+        frame = {"kind": "data", "session": chosen["session"], "index": index, "token": token}
+        send_frame(stream, frame, deadline)
+        recv_frame(stream, deadline)
+        stream.settimeout(LONG)
+        data.append(stream)
+    control.settimeout(LONG)
+    peer = FakePeer(identity, control, data)
+    if say_hello:
+        peer.say(hello(name, identity.incarnation))
+        peer.hear_a(HELLO)
+    return peer
+
+
+class FakeProducer:
+    """Listens like a producer's agent; `accept` shakes hands with the next consumer."""
+
+    def __init__(self, name: str = "prefill") -> None:
+        self.identity = Identity(name, int.from_bytes(os.urandom(8), "little"))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(LONG)
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def reference(self) -> kvxfer.AgentRef:
+        return kvxfer.AgentRef(
+            name=self.identity.name,
+            address=self.address,
+            incarnation=self.identity.incarnation,
+        )
+
+    def next_socket(self) -> socket.socket:
+        sock, _ = self._listening.accept()
+        sock.settimeout(LONG)
+        return sock
+
+    def accept(self, *, say_hello: bool = True, slot_bytes: int = 64 << 10) -> FakePeer:
+        deadline = Deadline(LONG)
+        control = self.next_socket()
+        first = recv_frame(control, deadline)
+        reply = {"kvxfer": PROTOCOL, **self.identity.frame(), "nonce": os.urandom(16).hex()}
+        transcript = Transcript(None, first, reply)
+        send_frame(control, {**reply, "proof": transcript.proof("producer")}, deadline)
+        transcript.check("consumer", recv_frame(control, deadline))
+        chosen = {"transport": "tcp", "why": "made by hand", "session": "s", "socket": ""}
+        send_frame(control, chosen, deadline)
+        data = []
+        for _ in range(first["streams"]):
+            stream = self.next_socket()
+            recv_frame(stream, deadline)
+            send_frame(stream, {"ok": True}, deadline)
+            stream.settimeout(LONG)
+            data.append(stream)
+        control.settimeout(LONG)
+        peer = FakePeer(Identity.of(first), control, data)
+        if say_hello:
+            me = self.identity
+            peer.say(hello(me.name, me.incarnation, slot_bytes=slot_bytes))
+            peer.hear_a(HELLO)
+        return peer
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def __enter__(self) -> FakeProducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
