@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -37,11 +38,43 @@ def _knob(variable: str, default: object, unit: str, doc: str) -> object:
         text = os.environ.get(variable)
         if text is None:
             return fallback
-        kind = str if fallback is None else type(fallback)
         return _parse(variable, text, kind)
 
-    metadata = {"variable": variable, "unit": unit, "doc": doc}
+    known = default() if callable(default) else default
+    kind = str if known is None else type(known)
+    metadata = {"variable": variable, "unit": unit, "doc": doc, "kind": kind}
     return dataclasses.field(default_factory=value, metadata=metadata)
+
+
+# Smallest and largest value. A chunk is one write, of which 1 GiB is the most.
+_LIMITS: dict[str, tuple[float, float]] = {
+    "arena_bytes": (4096, 1 << 46),
+    "chunk_bytes": (4096, 1 << 30),
+    "tcp_chunk_bytes": (4096, 1 << 30),
+    "window": (1, 1 << 20),
+    "tcp_window": (1, 1 << 20),
+    "threads": (1, 1024),
+    "tcp_threads": (1, 1024),
+    "tcp_streams": (1, 64),
+    "inline_bytes": (0, 1 << 30),
+    "heartbeat_interval": (0.001, 1e6),
+    "heartbeat_timeout": (0.002, 1e7),
+    "handshake_timeout": (0.001, 1e6),
+}
+
+
+def _check(name: str, value: object, kind: type) -> None:
+    numbers_of = {int: numbers.Integral, float: numbers.Real}
+    fits = isinstance(value, numbers_of.get(kind, kind)) and (
+        kind is bool or not isinstance(value, bool)
+    )
+    if not fits and not (kind is str and value is None and name != "transport"):
+        raise ConfigError(f"{name} is {value!r}: expected {kind.__name__}")
+    if name in _LIMITS:
+        low, high = _LIMITS[name]
+        assert isinstance(value, numbers.Real)
+        if not low <= float(value) <= high:
+            raise ConfigError(f"{name} is {value}: it must be {low} to {high}")
 
 
 def _default_threads() -> int:
@@ -97,7 +130,10 @@ class Config:
         "KVXFER_TCP_THREADS", _tcp_threads, "threads", "threads that receive from data connections"
     )
     tcp_chunk_bytes: int = _knob(
-        "KVXFER_TCP_CHUNK_BYTES", 512 << 10, "bytes", "as chunk_bytes, where sockets carry the chunks"
+        "KVXFER_TCP_CHUNK_BYTES",
+        512 << 10,
+        "bytes",
+        "as chunk_bytes, where sockets carry the chunks",
     )
     tcp_window: int = _knob(
         "KVXFER_TCP_WINDOW",
@@ -126,24 +162,23 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), field.metadata["kind"])
         if self.transport not in ("auto", "shm", "tcp", "loopback"):
             raise ConfigError(
                 f"transport {self.transport!r} is not known; "
                 "kvxfer.transports() lists what there is"
             )
-        for name in (
-            *("arena_bytes", "chunk_bytes", "window", "threads"),
-            *("tcp_streams", "tcp_threads", "tcp_chunk_bytes", "tcp_window"),
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.arena_bytes < self.chunk_bytes:
             raise ConfigError(
                 f"arena_bytes is {self.arena_bytes}, less than one chunk of {self.chunk_bytes}: "
                 "raise arena_bytes or lower chunk_bytes"
             )
-        if self.handshake_timeout <= 0:
-            raise ConfigError("handshake_timeout must be positive")
+        if self.heartbeat_timeout < 2 * self.heartbeat_interval:
+            raise ConfigError(
+                f"heartbeat_timeout is {self.heartbeat_timeout} s: it must be at least twice "
+                f"heartbeat_interval, which is {self.heartbeat_interval} s"
+            )
         if self.secret == "":
             raise ConfigError("secret is empty: leave it out, or set one")
 
