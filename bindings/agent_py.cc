@@ -29,9 +29,30 @@ py::bytes from_generation(const Generation& generation) {
   return py::bytes(reinterpret_cast<const char*>(generation.data()), generation.size());
 }
 
-py::tuple from_status(const Status& status) {
-  return py::make_tuple(status_name(status.code), status.message);
+// A peer's words may be no UTF-8.
+py::str to_text(const std::string& text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
+
+// Asks for a status without the GIL: the agent's mutex may be held by a thread for a while.
+template <class Ask>
+py::tuple ask_status(Ask ask) {
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = ask();
+  }
+  return py::make_tuple(status_name(status.code), to_text(status.message));
+}
+
+// An agent that nobody closed is closed when it is collected, which waits for its threads.
+struct CloseWithoutGil {
+  void operator()(Agent* agent) const {
+    const py::gil_scoped_release release;
+    delete agent;
+  }
+};
 
 // The agent's threads. The descriptors that were handed over are closed when there are none any
 // more.
@@ -115,7 +136,8 @@ void register_handles(py::module_& module) {
                              [](const Offer& offer) { return from_generation(offer.generation()); })
       .def_property_readonly("handle", &Offer::handle)
       .def("released", &Offer::released, NoGil())
-      .def("outcome", [](const Offer& offer) { return from_status(offer.outcome()); })
+      .def("outcome",
+           [](const Offer& offer) { return ask_status([&] { return offer.outcome(); }); })
       .def("mark_ready", &Offer::mark_ready, py::arg("layer"), NoGil())
       .def("mark_all_ready", &Offer::mark_all_ready, NoGil())
       .def("release", &Offer::release, NoGil())
@@ -125,7 +147,7 @@ void register_handles(py::module_& module) {
   py::class_<Fetch>(module, "Fetch")
       .def_property_readonly("handle", &Fetch::handle)
       .def("done", &Fetch::done, NoGil())
-      .def("status", [](const Fetch& fetch) { return from_status(fetch.status()); })
+      .def("status", [](const Fetch& fetch) { return ask_status([&] { return fetch.status(); }); })
       .def("wait", &Fetch::wait, py::arg("seconds"), NoGil())
       .def("cancel", &Fetch::cancel, NoGil())
       .def("event_fd", &Fetch::event_fd, NoGil())
@@ -137,7 +159,7 @@ void register_handles(py::module_& module) {
 void register_agent(py::module_& module) {
   register_options(module);
   register_handles(module);
-  py::class_<Agent>(module, "Agent")
+  py::class_<Agent, std::unique_ptr<Agent, CloseWithoutGil>>(module, "Agent")
       .def(py::init<const AgentOptions&>(), py::arg("options"), NoGil())
       .def("register_cache", &Agent::register_cache, py::arg("layout"), NoGil())
       .def("unregister_cache", &Agent::unregister_cache, py::arg("cache"), NoGil())
@@ -171,7 +193,9 @@ void register_agent(py::module_& module) {
       .def(
           "renew",
           [](Agent& agent, PeerId peer, const std::string& offer_id, const py::bytes& generation) {
-            agent.renew(peer, offer_id, to_generation(generation));
+            const Generation raw = to_generation(generation);
+            const py::gil_scoped_release release;
+            agent.renew(peer, offer_id, raw);
           },
           py::arg("peer"), py::arg("offer_id"), py::arg("generation"))
       .def("add_peer", &Agent::add_peer, py::arg("name"), NoGil())

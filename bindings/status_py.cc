@@ -1,5 +1,7 @@
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "kvxfer/status.h"
 #include "register.h"
 
@@ -14,8 +16,11 @@ void register_status(py::module_&) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
+      const std::string text = error.what();  // a peer's words in it may be no UTF-8
+      const auto message = py::reinterpret_steal<py::str>(
+          PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
       const py::object made = py::module_::import("kvxfer.errors")
-                                  .attr("from_status")(status_name(error.code()), error.what());
+                                  .attr("from_status")(status_name(error.code()), message);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
     }
   });

@@ -276,6 +276,8 @@ class Agent:
         _check_seconds("timeout", timeout)
         parsed = parse_ticket(ticket, self._config.secret)
         layout = cache.layout
+        if not cache.writable:
+            raise InvalidError(f"{cache!r} has read-only tensors: nothing can be fetched into it")
         if codec != "raw":
             raise InvalidError(f"codec {codec!r} is not known; this version has raw")
         if parsed.model and layout.model and parsed.model != layout.model:

@@ -4,6 +4,30 @@
 #include "engine/core.h"
 
 namespace kvxfer {
+namespace {
+
+// What does not fit the protocol's limits is refused here: a peer would drop the link for it.
+void check_announceable(const CacheLayout& layout) {
+  const auto require = [](bool fine, const std::string& what, size_t limit) {
+    if (!fine) {
+      throw Error(StatusCode::kInvalid, "a cache's " + what + " at most " + std::to_string(limit));
+    }
+  };
+  require(layout.layers.size() <= wire::kMaxLayers, "layers may be", wire::kMaxLayers);
+  require(layout.planes.size() <= wire::kMaxPlanes, "planes may be", wire::kMaxPlanes);
+  require(layout.model.size() <= wire::kMaxName, "model name may have bytes,", wire::kMaxName);
+  size_t names = 0;
+  for (const std::string& layer : layout.layers) {
+    require(layer.size() <= wire::kMaxName, "layer names may have bytes,", wire::kMaxName);
+    names += layer.size();
+  }
+  for (const PlaneSpec& plane : layout.planes) {
+    require(plane.name.size() <= wire::kMaxName, "plane names may have bytes,", wire::kMaxName);
+  }
+  require(names <= kMaxMessage / 4, "layer names together may have bytes,", kMaxMessage / 4);
+}
+
+}  // namespace
 
 Agent::Agent(const AgentOptions& options) : core_(std::make_shared<AgentCore>(options)) {
   AgentCore& core = *core_;
@@ -18,12 +42,13 @@ Agent::~Agent() { close(); }
 
 CacheId Agent::register_cache(const CacheLayout& layout) {
   layout.validate();
+  check_announceable(layout);
   AgentCore& core = *core_;
   core.check_fork();
   Guard guard(core);
   core.check_open();
   auto cache = std::make_shared<Cache>();
-  cache->id = core.next_cache++;
+  for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;
   cache->layout = layout;
   for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
   core.caches[cache->id] = cache;
@@ -44,10 +69,16 @@ void Agent::unregister_cache(CacheId id) {
                     "then unregister it");
   }
   core.caches.erase(found);
+  // The id is used again: then it is announced anew.
+  for (const auto& [peer_id, peer] : core.peers) {
+    peer->announced.erase(id);
+    std::erase_if(peer->orders, [&](const auto& entry) { return entry.first.local == id; });
+  }
 }
 
 IoThreads& Agent::io() {
   core_->check_fork();
+  Guard guard(*core_);
   core_->check_open();
   return *core_->io;
 }
@@ -99,6 +130,7 @@ AgentStats Agent::stats() const {
 void Agent::close() {
   AgentCore& core = *core_;
   if (core.fork_generation != fork_generation()) return;
+  const std::lock_guard once(core.closing);
   {
     Guard guard(core);
     if (core.closed) return;
@@ -122,10 +154,13 @@ void Agent::close() {
   }
   core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
   core.io->control()->set_tick(nullptr);
-  core.io.reset();
+  core.io->stop();
+  Guard guard(core);
   core.peers.clear();
   core.hungry.clear();
   core.serve_queue.clear();
+  core.arena.reset();
+  core.slots.clear();
 }
 
 }  // namespace kvxfer

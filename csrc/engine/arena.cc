@@ -30,7 +30,8 @@ std::string lock_limit() {
 }  // namespace
 
 Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
-    : bytes_(bytes / slot_bytes * slot_bytes),
+    : generation_(fork_generation()),
+      bytes_(bytes / slot_bytes * slot_bytes),
       slot_bytes_(slot_bytes),
       num_slots_(bytes / slot_bytes) {
   if (num_slots_ == 0) {
@@ -62,7 +63,10 @@ Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
   for (uint32_t slot = num_slots_; slot-- > 0;) free_.push_back(slot);
 }
 
-Arena::~Arena() { munmap(base_, bytes_); }
+Arena::~Arena() {
+  // In a forked child the mapping does not exist, and its addresses may hold something else.
+  if (generation_ == fork_generation()) munmap(base_, bytes_);
+}
 
 std::optional<uint32_t> Arena::take() {
   if (free_.empty()) return std::nullopt;

@@ -35,6 +35,7 @@ class Arena {
 
  private:
   UniqueFd fd_;
+  const uint64_t generation_;
   uint64_t bytes_;
   uint32_t slot_bytes_;
   uint32_t num_slots_;

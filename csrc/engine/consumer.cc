@@ -80,9 +80,17 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   part.peer->link->send(message.encode());
 }
 
+uint32_t grant_slot(AgentCore& core, Part& part) {
+  const uint32_t slot = *core.arena->take();
+  core.slots[slot] = {SlotInfo::kGranted, part.peer->id, part.id};
+  part.slots.push_back(slot);
+  ++part.granted;
+  return slot;
+}
+
 // Lets a part ask for slots until it holds `enough`.
 void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
-  const bool wants = !part->done && !part->fetch->ending && part->slots_wanted > 0 &&
+  const bool wants = !part->done && !part->fetch->ending && part->wanted > part->granted &&
                      part->slots.size() < enough && part->peer->state == Peer::kReady;
   if (!wants || part->hungry) return;
   part->hungry = true;
@@ -143,7 +151,7 @@ std::string progress(const FetchState& fetch) {
     if (part->peer->state == Peer::kConnecting) return "still connecting to " + who;
     if (part->peer->state == Peer::kGreeting)
       return "connected to " + who + ", which has not said HELLO yet";
-    if (!part->sent)
+    if (part->accepted && part->slots.empty() && part->wanted > part->granted)
       return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
              "at once)";
     if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
@@ -163,7 +171,7 @@ bool granted_for(const AgentCore& core, const Part& part, const wire::Commit& co
 
 // The bytes are in the slot, and will be unpacked now: by the caller.
 void claim_chunk(AgentCore& core, Part& part, const wire::Commit& commit) {
-  const bool fits = part.accepted && commit.chunk + 1 < part.bounds.size() &&
+  const bool fits = part.accepted && commit.chunk < part.arrived.size() &&
                     !part.arrived[commit.chunk] &&
                     commit.bytes == part.bounds[commit.chunk + 1] - part.bounds[commit.chunk];
   if (!fits) {
@@ -217,13 +225,19 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   part->id = peer.next_fetch_id++;
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
-  part->slots_wanted =
-      static_cast<uint32_t>((part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes);
   FetchReport& report = part->fetch->report;
   report.transport = peer.link->transport();
   report.link = peer.link->describe();
   report.why = peer.why;
-  feed(core, part, window_of(core, *part));
+  // While there are plenty, slots go along with the question, which saves a round trip. They are
+  // not worth waiting for: the offer may not be there for a long time.
+  const uint64_t chunks = (part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
+  std::vector<uint32_t> slots;
+  while (slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
+         core.arena->num_free() > core.arena->num_slots() / 2) {
+    slots.push_back(grant_slot(core, *part));
+  }
+  send_fetch(core, *part, slots);
 }
 
 void grant_slots(AgentCore& core) {
@@ -232,11 +246,8 @@ void grant_slots(AgentCore& core) {
     const auto part = core.hungry.front();
     core.hungry.pop_front();
     part->hungry = false;
-    if (part->done || part->fetch->ending || part->slots_wanted == 0) continue;
-    const uint32_t slot = *core.arena->take();
-    core.slots[slot] = {SlotInfo::kGranted, part->peer->id, part->id};
-    part->slots.push_back(slot);
-    --part->slots_wanted;
+    if (part->done || part->fetch->ending || part->wanted <= part->granted) continue;
+    const uint32_t slot = grant_slot(core, *part);
     const auto known =
         std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
     if (known == grants.end()) {
@@ -247,11 +258,7 @@ void grant_slots(AgentCore& core) {
     feed(core, part, window_of(core, *part));
   }
   for (const auto& [part, slots] : grants) {
-    if (!part->sent) {
-      send_fetch(core, *part, slots);
-    } else {
-      part->peer->link->send(wire::Credit{part->id, slots}.encode());
-    }
+    part->peer->link->send(wire::Credit{part->id, slots}.encode());
   }
 }
 
@@ -290,10 +297,9 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
              std::to_string(part->plan->wire_bytes()) + " in " + std::to_string(chunks)});
     return;
   }
-  const auto granted = static_cast<uint32_t>(part->slots.size());
   part->arrived.assign(chunks, false);
   part->chunks_left = chunks;
-  part->slots_wanted = chunks > granted ? chunks - granted : 0;
+  part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
   part->fetch->report.wire_order = letters;
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
@@ -313,6 +319,16 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
     claim_chunk(core, *part, commit);
     run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
   }
+  feed(core, part, window_of(core, *part));
+  grant_slots(core);
+}
+
+void handle_want(AgentCore& core, Peer& peer, const wire::Want& want) {
+  const auto found = peer.parts.find(want.fetch_id);
+  if (found == peer.parts.end() || !found->second->accepted) return;
+  const auto& part = found->second;
+  const uint64_t wanted = uint64_t{part->wanted} + want.chunks;
+  part->wanted = static_cast<uint32_t>(std::min<uint64_t>(wanted, part->arrived.size()));
   feed(core, part, window_of(core, *part));
   grant_slots(core);
 }
@@ -371,7 +387,7 @@ void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit) {
   const auto found = peer.parts.find(commit.fetch_id);
   if (found == peer.parts.end()) return;  // cancelled: the slot is in quarantine
   const auto part = found->second;
-  if (!granted_for(core, *part, commit)) {
+  if (!peer.link->one_sided() || !granted_for(core, *part, commit)) {
     throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) +
                                            " into slot " + std::to_string(commit.slot) +
                                            ", which was not granted for it");
@@ -432,6 +448,7 @@ void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
     } catch (const Error& error) {
       drop_peer(*core, shared_from_this(), {error.code(), "'" + name + "': " + error.what()});
       free_slot(*core, commit.slot);
+      grant_slots(*core);
       return;
     }
   }
@@ -454,6 +471,9 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
   if (spec.num_tokens == 0 || token_end > UINT32_MAX)
     throw invalid("it asks for no tokens, or for too many");
+  if (spec.offer_id.empty() || spec.offer_id.size() > wire::kMaxName) {
+    throw invalid("an offer's id has 1 to " + std::to_string(wire::kMaxName) + " bytes");
+  }
   if (spec.parts.empty()) throw invalid("it names no producer");
   if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
   spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
@@ -489,17 +509,14 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   fetch->report.path = "staged";
   ++fetch->cache->users;
   core.fetches[fetch->handle] = fetch;
-  set_timer(core, fetch->timer,
-            fetch->started +
-                std::chrono::duration_cast<Duration>(std::chrono::duration<double>(spec.timeout)),
-            [&core, fetch] {
-              char limit[32];
-              std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
-              fail_fetch(core, fetch,
-                         {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id +
-                                                    "' did not end within " + limit + ": " +
-                                                    progress(*fetch)});
-            });
+  set_timer(core, fetch->timer, fetch->started + to_duration(spec.timeout), [&core, fetch] {
+    char limit[32];
+    std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
+    fail_fetch(
+        core, fetch,
+        {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
+                                   limit + ": " + progress(*fetch)});
+  });
   for (const FetchPart& spec_part : spec.parts) {
     auto part = std::make_shared<Part>();
     part->fetch = fetch;
@@ -543,8 +560,7 @@ Status Fetch::status() const {
 bool Fetch::wait(double timeout) const {
   state_->core->check_fork();
   Guard guard(*state_->core);
-  return state_->changed.wait_for(guard.lock(), std::chrono::duration<double>(timeout),
-                                  [&] { return state_->done; });
+  return state_->changed.wait_for(guard.lock(), to_duration(timeout), [&] { return state_->done; });
 }
 
 void Fetch::cancel() {

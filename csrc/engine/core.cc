@@ -1,31 +1,42 @@
 #include "engine/core.h"
 
+#include <algorithm>
+
 #include "base/event_loop.h"
+#include "kvxfer/digest.h"
+#include "kvxfer/pack.h"
 
 namespace kvxfer {
+namespace {
+
+const AgentOptions& checked(const AgentOptions& options) {
+  const auto require = [](bool fine, const std::string& what) {
+    if (!fine) throw Error(StatusCode::kInvalid, what);
+  };
+  require(!options.name.empty() && options.name.size() <= wire::kMaxName,
+          "an agent's name has 1 to " + std::to_string(wire::kMaxName) + " bytes");
+  require(options.slot_bytes >= wire::kMinChunk && options.slot_bytes <= kMaxWrite,
+          "chunk_bytes is " + std::to_string(options.slot_bytes) + ": from " +
+              std::to_string(wire::kMinChunk) + " to " + std::to_string(kMaxWrite));
+  require(options.copied_chunk_bytes >= wire::kMinChunk && options.copied_window > 0,
+          "tcp_chunk_bytes must be at least " + std::to_string(wire::kMinChunk) +
+              ", tcp_window at least 1");
+  require(options.window > 0 && options.threads > 0 && options.bulk_threads > 0,
+          "window, threads and tcp_threads must be at least 1");
+  require(
+      options.heartbeat_interval > 0 && options.heartbeat_timeout >= 2 * options.heartbeat_interval,
+      "heartbeat_timeout must be at least twice heartbeat_interval, and both positive");
+  simd_variant();  // throws for a KVXFER_SIMD that cannot run, here and not in the first transfer
+  return options;
+}
+
+}  // namespace
 
 AgentCore::AgentCore(const AgentOptions& agent_options)
-    : options(agent_options), fork_generation(kvxfer::fork_generation()) {
-  if (options.name.empty()) throw Error(StatusCode::kInvalid, "an agent needs a name");
-  if (options.slot_bytes < 4096) {
-    throw Error(StatusCode::kInvalid,
-                "chunk_bytes is " + std::to_string(options.slot_bytes) + ": at least 4096");
-  }
-  if (options.copied_chunk_bytes < 4096 || options.copied_window == 0) {
-    throw Error(StatusCode::kInvalid,
-                "tcp_chunk_bytes must be at least 4096, tcp_window at least 1");
-  }
-  if (options.window == 0 || options.threads == 0 || options.bulk_threads == 0) {
-    throw Error(StatusCode::kInvalid, "window, threads and tcp_streams must be at least 1");
-  }
-  if (!(options.heartbeat_interval > 0) ||
-      options.heartbeat_timeout < 2 * options.heartbeat_interval) {
-    throw Error(StatusCode::kInvalid,
-                "heartbeat_timeout must be at least twice heartbeat_interval, and both positive");
-  }
-  pool = std::make_unique<ThreadPool>(options.threads, "kvx-work");
-  io = std::make_unique<IoThreads>(options.bulk_threads);
-}
+    : options(checked(agent_options)),
+      fork_generation(kvxfer::fork_generation()),
+      pool(std::make_unique<ThreadPool>(options.threads, "kvx-work")),
+      io(std::make_unique<IoThreads>(options.bulk_threads)) {}
 
 AgentCore::~AgentCore() = default;
 
@@ -61,6 +72,12 @@ void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job) {
   } else {
     core.pool->submit(std::move(job));
   }
+}
+
+Duration to_duration(double seconds) {
+  constexpr double kLongest = 1e8;  // about three years: "for ever" that a clock can hold
+  return std::chrono::duration_cast<Duration>(
+      std::chrono::duration<double>(std::clamp(seconds, 0.0, kLongest)));
 }
 
 void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when,

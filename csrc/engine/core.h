@@ -78,6 +78,7 @@ struct Serve {
   bool per_layer = false;           // no chunk spans two layers
   std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
   std::deque<uint32_t> credits;
+  uint32_t asked = 0;      // ready chunks that slots were asked for
   uint32_t in_flight = 0;  // packs and writes
   bool queued = false;     // in AgentCore::serve_queue
   bool ended = false;
@@ -97,7 +98,8 @@ struct Part {
   std::vector<bool> arrived;        // by chunk
   std::vector<wire::Commit> early;  // landed before the ACCEPT
   uint32_t chunks_left = 0;         // to unpack; an estimate until accepted
-  uint32_t slots_wanted = 0;        // grants that are still to be made
+  uint32_t wanted = 0;              // slots that the producer can use, as far as is known
+  uint32_t granted = 0;             // slots granted so far
   std::vector<uint32_t> slots;      // granted and not yet given back, in any state
   bool hungry = false;              // in AgentCore::hungry
   bool sent = false, accepted = false, done = false;
@@ -131,6 +133,13 @@ struct SlotInfo {
 
 class Guard;
 
+struct OrderKey {
+  uint32_t remote = 0;
+  CacheId local = 0;
+  bool per_layer = false;
+  auto operator<=>(const OrderKey&) const = default;
+};
+
 // One connection, in one direction. Kept until the link's on_closed().
 struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   enum State { kConnecting, kGreeting, kReady, kClosing };
@@ -148,6 +157,8 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   std::atomic<TimePoint> last_heard{};
   // Producer side.
   std::map<uint32_t, CacheLayout> layouts;  // remote cache id -> layout with relative addresses
+  std::map<OrderKey, WireOrder> orders;     // what choose_wire_order() has answered
+  uint32_t staged = 0;                      // slots of AgentCore::staging that its writes hold
   std::map<uint64_t, std::shared_ptr<Serve>> serves;
   // Consumer side.
   std::set<CacheId> announced;
@@ -178,6 +189,7 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::mutex mutex;
   std::condition_variable peers_changed;
   bool closed = false;
+  std::mutex closing;  // held for the whole of close(): a second caller waits for the first
 
   Timers timers;
   TimePoint sleeping_until = kNever;  // of the control loop
@@ -189,7 +201,6 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   uint64_t next_handle = 1;
   std::map<CacheId, std::shared_ptr<Cache>> caches;
   std::map<PeerId, std::shared_ptr<Peer>> peers;
-  CacheId next_cache = 1;
   PeerId next_peer = 1;
   AgentStats counters;  // only the bytes_* and *_errors fields
   EventQueue events;
@@ -214,12 +225,11 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::map<uint64_t, std::shared_ptr<FetchState>> fetches;
   std::deque<std::shared_ptr<Part>> hungry;  // want a slot; round robin
 
-  std::unique_ptr<ThreadPool> pool;
-  std::unique_ptr<IoThreads> io;  // its control loop is the progress thread
+  const std::unique_ptr<ThreadPool> pool;
+  const std::unique_ptr<IoThreads> io;  // its control loop is the progress thread
 
-  // Throws Error(kClosed) after close() and in a forked child.
-  void check_open() const;
-  void check_fork() const;
+  void check_open() const;  // throws Error(kClosed) after close(); needs the mutex
+  void check_fork() const;  // throws Error(kClosed) in a forked child
 };
 
 // Holds the agent's mutex. On the control loop's thread it runs the deferred jobs when it lets go.
@@ -237,6 +247,7 @@ class Guard {
 };
 
 // core.cc
+Duration to_duration(double seconds);  // clamped to what a clock can hold
 void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when,
                std::function<void()> action);
 void clear_timer(AgentCore& core, std::optional<Timers::Id>& timer);
@@ -266,6 +277,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
 void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
+void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
 void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id);
 void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothing can write any more

@@ -7,10 +7,6 @@ namespace {
 
 constexpr size_t kHistory = 4096;  // ended offers whose fate late fetches are told
 
-Duration seconds(double value) {
-  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
-}
-
 void remember(AgentCore& core, const Generation& generation, const Status& outcome) {
   core.history[generation] = outcome;
   core.history_order.push_back(generation);
@@ -118,7 +114,7 @@ Offer Agent::offer(const OfferSpec& spec) {
   offer->ready.assign(layout.layers.size(), spec.ready);
   offer->ready_left = spec.ready ? 0 : static_cast<uint32_t>(layout.layers.size());
   offer->consumers_left = spec.consumers;
-  offer->lease = seconds(spec.lease);
+  offer->lease = to_duration(spec.lease);
   offer->lease_end = Clock::now() + offer->lease;
   ++offer->cache->users;
   core.offers[offer->generation] = offer;
@@ -180,7 +176,8 @@ Status Offer::outcome() const {
 bool Offer::wait(double timeout) const {
   state_->core->check_fork();
   Guard guard(*state_->core);
-  return state_->changed.wait_for(guard.lock(), seconds(timeout), [&] { return state_->released; });
+  return state_->changed.wait_for(guard.lock(), to_duration(timeout),
+                                  [&] { return state_->released; });
 }
 
 int Offer::event_fd() {

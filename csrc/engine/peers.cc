@@ -6,7 +6,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMaxLayouts = 1024;  // caches that one peer may announce
+constexpr size_t kMaxViews = 1u << 18;  // that one peer may announce: about 10 MB
 
 void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   if (peer.state != Peer::kGreeting) throw Error(StatusCode::kProtocol, "HELLO came twice");
@@ -23,6 +23,9 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   }
   if (core.arena) grant_slots(core);
 }
+
+// Times any count of 32 bits it does not overflow.
+constexpr int64_t kMaxStride = int64_t{1} << 31;
 
 // Layouts of a peer are compared with ours, never dereferenced: addresses are relative.
 CacheLayout to_layout(const wire::Layout& message) {
@@ -41,10 +44,29 @@ CacheLayout to_layout(const wire::Layout& message) {
   layout.layers = message.layers;
   for (const auto& plane : message.planes) layout.planes.push_back({plane.name, plane.content});
   for (const auto& view : message.views) {
+    for (int64_t stride :
+         {view.block_stride, view.head_stride, view.token_stride, view.content_stride}) {
+      if (stride < 0 || stride > kMaxStride) {
+        throw Error(StatusCode::kProtocol, "LAYOUT has the stride " + std::to_string(stride));
+      }
+    }
     layout.views.push_back({reinterpret_cast<std::byte*>(view.offset), view.block_stride,
                             view.head_stride, view.token_stride, view.content_stride});
   }
   return layout;
+}
+
+void learn_layout(Peer& peer, const wire::Layout& message) {
+  size_t views = message.views.size();
+  for (const auto& [id, known] : peer.layouts)
+    views += id == message.cache_id ? 0 : known.views.size();
+  if (views > kMaxViews) {
+    throw Error(StatusCode::kProtocol, "its caches have more than " + std::to_string(kMaxViews) +
+                                           " layers and planes together");
+  }
+  peer.layouts[message.cache_id] = to_layout(message);
+  std::erase_if(peer.orders,
+                [&](const auto& entry) { return entry.first.remote == message.cache_id; });
 }
 
 void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
@@ -59,7 +81,8 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
                             type == MessageType::kCredit || type == MessageType::kDone ||
                             type == MessageType::kCancel || type == MessageType::kRenew;
   const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
-                            type == MessageType::kRefused || type == MessageType::kCancelled;
+                            type == MessageType::kRefused || type == MessageType::kCancelled ||
+                            type == MessageType::kWant;
   if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
     throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
                                            " came from the wrong side of the link");
@@ -67,21 +90,20 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
   switch (type) {
     case MessageType::kHello: return greet(core, *peer, wire::Hello::decode(body));
     case MessageType::kLayout: {
-      if (peer->layouts.size() >= kMaxLayouts)
-        throw Error(StatusCode::kProtocol, "too many caches");
       const auto layout = wire::Layout::decode(body);
-      peer->layouts[layout.cache_id] = to_layout(layout);
-      return;
+      return learn_layout(*peer, layout);
     }
     case MessageType::kFetch: return handle_fetch(core, peer, wire::Fetch::decode(body));
     case MessageType::kAccept: return handle_accept(core, *peer, wire::Accept::decode(body));
     case MessageType::kCommit: return handle_commit(core, *peer, wire::Commit::decode(body));
     case MessageType::kRefused: return handle_refused(core, *peer, wire::Refused::decode(body));
     case MessageType::kCredit: return handle_credit(core, *peer, wire::Credit::decode(body));
+    case MessageType::kWant: return handle_want(core, *peer, wire::Want::decode(body));
     case MessageType::kDone: return handle_done(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kCancel: return handle_cancel(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kCancelled: return free_quarantined(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kPing:
+      wire::decode_ping(body);
       for (const auto& [id, serve] : peer->serves) {
         if (serve->offer) renew_lease(*serve->offer);
       }
@@ -111,6 +133,9 @@ void Peer::on_message(Link&, std::span<const std::byte> message) {
     dispatch(*core, self, message);
   } catch (const Error& error) {
     drop_peer(*core, self, {error.code(), "'" + name + "': " + error.what()});
+  } catch (const std::exception& error) {  // std::bad_alloc: what a peer sends must not end us
+    drop_peer(*core, self,
+              {StatusCode::kNoResources, "'" + name + "': handling its message: " + error.what()});
   }
 }
 
@@ -138,8 +163,8 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
 
 void beat(AgentCore& core) {
   const TimePoint now = Clock::now();
-  const auto timeout = std::chrono::duration<double>(core.options.heartbeat_timeout);
-  const auto interval = std::chrono::duration<double>(core.options.heartbeat_interval);
+  const Duration timeout = to_duration(core.options.heartbeat_timeout);
+  const Duration interval = to_duration(core.options.heartbeat_interval);
   // After this process itself was stopped, what peers said meanwhile waits unread: start afresh.
   const bool was_stopped = now - core.last_beat > timeout;
   core.last_beat = now;
@@ -157,8 +182,7 @@ void beat(AgentCore& core) {
     }
     peer->link->send(wire::encode_ping());
   }
-  set_timer(core, core.heartbeat, now + std::chrono::duration_cast<Duration>(interval),
-            [&core] { beat(core); });
+  set_timer(core, core.heartbeat, now + interval, [&core] { beat(core); });
 }
 
 PeerId Agent::add_peer(const std::string& name) {
@@ -186,7 +210,7 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
   }
   const auto& peer = found->second;
   if (inbound && link->mapped_arena().empty() && !core.staging) {
-    const uint64_t slots = 2 * (core.options.threads + core.options.bulk_threads);
+    const uint64_t slots = 4 * (core.options.threads + core.options.bulk_threads);
     core.staging = std::make_unique<Arena>(slots * core.options.slot_bytes, core.options.slot_bytes,
                                            core.options.lock_arena);
   }
@@ -226,6 +250,8 @@ bool Agent::peer_alive(PeerId id) const {
 
 void Agent::renew(PeerId id, const std::string& offer_id, const Generation& generation) {
   core_->check_fork();
+  if (offer_id.size() > wire::kMaxName)
+    throw Error(StatusCode::kInvalid, "the offer's id is too long");
   Guard guard(*core_);
   const auto found = core_->peers.find(id);
   if (found == core_->peers.end() || found->second->state != Peer::kReady) return;

@@ -7,7 +7,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMaxServesPerPeer = 65536;
+constexpr size_t kMaxServesPerPeer = 4096;
 
 wire::Bytes refusal(const Serve& serve, StatusCode code, const std::string& reason) {
   return wire::Refused{serve.request.fetch_id, code, reason}.encode();
@@ -103,7 +103,12 @@ void plan_serve(Serve& serve, const OfferState& offer, const CacheLayout& theirs
   const uint32_t slot =
       (offer.table.first_slot + request.token_begin - offer.table.first_token) % ours.block_size;
   serve.per_layer = offer.ready_left > 0;
-  const WireOrder order = choose_wire_order(ours, theirs, serve.per_layer);
+  const OrderKey key{request.cache_id, offer.cache->id, serve.per_layer};
+  auto known = serve.peer->orders.find(key);
+  if (known == serve.peer->orders.end()) {
+    known = serve.peer->orders.emplace(key, choose_wire_order(ours, theirs, serve.per_layer)).first;
+  }
+  const WireOrder order = known->second;
   serve.plan.emplace(ours, offer.table, slice,
                      tile_ends(request.token_begin, request.token_end, ours.block_size, slot,
                                theirs.block_size, request.slot_in_block),
@@ -119,6 +124,18 @@ void plan_serve(Serve& serve, const OfferState& offer, const CacheLayout& theirs
   accept.producer_block_size = ours.block_size;
   accept.producer_slot = slot;
   serve.peer->link->send(accept.encode());
+}
+
+// Throws Error(kProtocol) when a slot is not in the consumer's arena.
+void check_slots(const Peer& peer, uint32_t chunk_bytes, std::span<const uint32_t> slots) {
+  const auto mapped = peer.link->mapped_arena();
+  for (uint32_t slot : slots) {
+    const uint64_t end = static_cast<uint64_t>(slot) * peer.slot_bytes + chunk_bytes;
+    if (!mapped.empty() && end > mapped.size()) {
+      throw Error(StatusCode::kProtocol,
+                  "slot " + std::to_string(slot) + " lies outside the arena");
+    }
+  }
 }
 
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
@@ -137,6 +154,16 @@ std::pair<uint32_t, uint32_t> chunks_of_layer(const Serve& serve, uint32_t layer
   return {index(layer * layer_bytes), index((layer + 1) * layer_bytes)};
 }
 
+// Asks for slots for chunks that can be sent and were not asked for yet.
+void want_slots(Serve& serve) {
+  if (!serve.per_layer) return;  // then the consumer knows: all of them
+  uint32_t chunks = 0;
+  for (const auto& [begin, end] : serve.ready) chunks += end - begin;
+  if (chunks <= serve.asked) return;
+  serve.peer->link->send(wire::Want{serve.request.fetch_id, chunks - serve.asked}.encode());
+  serve.asked = chunks;
+}
+
 // The serve has nothing under way any more: say the last word and forget it.
 void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->last_word) serve->peer->link->send(*serve->last_word);
@@ -150,6 +177,20 @@ void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
 void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   --serve->in_flight;
   if (serve->ended && serve->in_flight == 0) finish_serve(core, serve);
+}
+
+// A staging slot for a chunk to this peer. None when all are in use, or when it has its share: a
+// consumer that reads slowly must not hold up the others.
+std::optional<uint32_t> take_staging(AgentCore& core, Peer& peer) {
+  if (peer.staged >= core.staging->num_slots() / 2) return std::nullopt;
+  const auto slot = core.staging->take();
+  if (slot) ++peer.staged;
+  return slot;
+}
+
+void return_staging(AgentCore& core, Peer& peer, uint32_t slot) {
+  core.staging->give_back(slot);
+  --peer.staged;
 }
 
 void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk, uint32_t slot,
@@ -172,7 +213,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     --serve->offer->reading;
     core.counters.bytes_sent += end - begin;
     if (serve->ended) {
-      if (staging_slot) core.staging->give_back(*staging_slot);
+      if (staging_slot) return_staging(core, *serve->peer, *staging_slot);
       release_if_unread(core, *serve->offer);
       land_flight(core, serve);
     } else if (staging_slot) {
@@ -194,6 +235,11 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request) {
   if (peer->serves.contains(request.fetch_id))
     throw Error(StatusCode::kProtocol, "FETCH repeats an id in use");
+  if (request.chunk_bytes < wire::kMinChunk || request.chunk_bytes > peer->slot_bytes) {
+    throw Error(StatusCode::kProtocol,
+                "FETCH wants chunks of " + std::to_string(request.chunk_bytes) + " bytes");
+  }
+  check_slots(*peer, request.chunk_bytes, request.slots);
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
@@ -240,6 +286,9 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
   } catch (const Error& error) {
     end_serve(core, serve, refusal(*serve, error.code(), error.what()));
     return;
+  } catch (const std::exception& error) {  // std::bad_alloc
+    end_serve(core, serve, refusal(*serve, StatusCode::kNoResources, error.what()));
+    return;
   }
   serve->offer = offer;
   offer->serves.insert(serve);
@@ -254,8 +303,10 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
       }
     }
   }
+  want_slots(*serve);
   const std::vector<uint32_t> slots = std::exchange(serve->request.slots, {});
-  handle_credit(core, *serve->peer, {serve->request.fetch_id, slots});
+  serve->credits.insert(serve->credits.end(), slots.begin(), slots.end());
+  queue_serve(core, serve);
 }
 
 void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer) {
@@ -267,6 +318,7 @@ void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer) {
     if (serve->ended || serve->wire_layer[layer] < 0) continue;
     serve->ready.push_back(
         chunks_of_layer(*serve, static_cast<uint32_t>(serve->wire_layer[layer])));
+    want_slots(*serve);
     queue_serve(core, serve);
   }
 }
@@ -275,17 +327,11 @@ void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit) {
   const auto found = peer.serves.find(credit.fetch_id);
   if (found == peer.serves.end() || found->second->ended) return;
   const auto& serve = found->second;
-  const auto mapped = peer.link->mapped_arena();
-  for (uint32_t slot : credit.slots) {
-    const uint64_t end = static_cast<uint64_t>(slot) * peer.slot_bytes + serve->request.chunk_bytes;
-    if (!mapped.empty() && end > mapped.size())
-      throw Error(StatusCode::kProtocol, "CREDIT for a slot outside the arena");
-    // Credits for an offer that is not there yet wait with the request.
-    (serve->plan ? serve->credits.push_back(slot) : serve->request.slots.push_back(slot));
+  check_slots(peer, serve->request.chunk_bytes, credit.slots);
+  if (!serve->plan || serve->credits.size() + credit.slots.size() > wire::kMaxSlots) {
+    throw Error(StatusCode::kProtocol, "CREDIT before ACCEPT, or for more slots than an arena has");
   }
-  if (serve->credits.size() + serve->request.slots.size() > wire::kMaxSlots) {
-    throw Error(StatusCode::kProtocol, "more credits than an arena has slots");
-  }
+  serve->credits.insert(serve->credits.end(), credit.slots.begin(), credit.slots.end());
   queue_serve(core, serve);
   start_packs(core);
 }
@@ -335,23 +381,25 @@ void handle_cancel(AgentCore& core, Peer& peer, uint64_t fetch_id) {
 void start_packs(AgentCore& core) {
   // One more than there are workers, so that a worker that is done finds the next chunk waiting.
   const uint32_t limit = core.options.threads + 1;
-  while (core.packing < limit && !core.serve_queue.empty()) {
-    const auto serve = core.serve_queue.front();
-    if (serve->ended || serve->ready.empty() || serve->credits.empty()) {
-      core.serve_queue.pop_front();
-      serve->queued = false;
-      continue;
-    }
-    std::optional<uint32_t> staging_slot;
-    if (serve->peer->link->mapped_arena().empty()) {
-      staging_slot = core.staging->take();
-      if (!staging_slot) return;  // on_written() comes back here
-    }
+  size_t passed_over = 0;  // they wait for staging: on_written() comes back here
+  while (core.packing < limit && passed_over < core.serve_queue.size()) {
+    const auto serve = std::move(core.serve_queue.front());
     core.serve_queue.pop_front();
     serve->queued = false;
+    if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
+    std::optional<uint32_t> staging_slot;
+    if (serve->peer->link->mapped_arena().empty()) {
+      staging_slot = take_staging(core, *serve->peer);
+      if (!staging_slot) {
+        queue_serve(core, serve);
+        ++passed_over;
+        continue;
+      }
+    }
     auto& [next, end] = serve->ready.front();
     const uint32_t chunk = next++;
     if (next == end) serve->ready.pop_front();
+    if (serve->asked > 0) --serve->asked;
     const uint32_t slot = serve->credits.front();
     serve->credits.pop_front();
     ++serve->in_flight;
@@ -369,7 +417,7 @@ void Peer::on_written(Link&, uint64_t token, bool) {
   Guard guard(*core);
   auto writing = core->writing.extract(token);
   if (!writing) return;
-  core->staging->give_back(writing.mapped().staging_slot);
+  return_staging(*core, *this, writing.mapped().staging_slot);
   land_flight(*core, writing.mapped().serve);
   start_packs(*core);
 }

@@ -25,7 +25,7 @@ MessageType type_of(std::span<const std::byte> message) {
   if (message.empty()) throw Error(StatusCode::kProtocol, "empty message");
   const auto type = static_cast<uint8_t>(message[0]);
   if (type < static_cast<uint8_t>(MessageType::kHello) ||
-      type > static_cast<uint8_t>(MessageType::kBye)) {
+      type > static_cast<uint8_t>(MessageType::kWant)) {
     throw Error(StatusCode::kProtocol, "unknown message type " + std::to_string(type));
   }
   return static_cast<MessageType>(type);
@@ -241,6 +241,22 @@ Credit Credit::decode(std::span<const std::byte> body) {
   return m;
 }
 
+Bytes Want::encode() const {
+  ByteWriter out = begin(MessageType::kWant);
+  out.put(fetch_id);
+  out.put(chunks);
+  return out.take();
+}
+
+Want Want::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  Want m;
+  m.fetch_id = in.get<uint64_t>();
+  m.chunks = in.get<uint32_t>();
+  in.expect_end();
+  return m;
+}
+
 Bytes encode_fetch_id(MessageType type, uint64_t fetch_id) {
   ByteWriter out = begin(type);
   out.put(fetch_id);
@@ -271,6 +287,8 @@ Renew Renew::decode(std::span<const std::byte> body) {
 }
 
 Bytes encode_ping() { return begin(MessageType::kPing).take(); }
+
+void decode_ping(std::span<const std::byte> body) { ByteReader(body).expect_end(); }
 
 Bytes encode_bye(const std::string& reason) {
   ByteWriter out = begin(MessageType::kBye);

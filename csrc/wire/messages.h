@@ -31,6 +31,7 @@ enum class MessageType : uint8_t {
   kPing = 11,
   kRenew = 12,
   kBye = 13,
+  kWant = 14,
 };
 
 using Generation = std::array<std::byte, 16>;
@@ -40,7 +41,8 @@ constexpr uint32_t kMaxName = 1024;  // bytes of any name or id
 constexpr uint32_t kMaxText = 8192;  // bytes of a reason
 constexpr uint32_t kMaxLayers = 4096;
 constexpr uint32_t kMaxPlanes = 16;
-constexpr uint32_t kMaxSlots = 1u << 20;
+constexpr uint32_t kMaxSlots = 1u << 16;
+constexpr uint32_t kMinChunk = 4096;
 
 // Each message is encoded as its type byte and then its fields in the order written here, all
 // integers little-endian. decode() takes the bytes behind the type byte and throws
@@ -146,6 +148,16 @@ struct Credit {
   static Credit decode(std::span<const std::byte> body);
 };
 
+// Producer -> consumer, where layers are sent as they become ready: so many more chunks can be sent
+// now. Slots are granted for them only then, so that a fetch which waits for a prefill holds none.
+struct Want {
+  uint64_t fetch_id = 0;
+  uint32_t chunks = 0;
+
+  Bytes encode() const;
+  static Want decode(std::span<const std::byte> body);
+};
+
 // DONE (consumer: everything arrived and was verified), CANCEL (consumer: stop) and CANCELLED
 // (producer: stopped, nothing is written for it any more) carry the fetch id alone.
 Bytes encode_fetch_id(MessageType type, uint64_t fetch_id);
@@ -162,6 +174,7 @@ struct Renew {
 
 // Both ways. PING also renews the leases of all offers that its sender is fetching.
 Bytes encode_ping();
+void decode_ping(std::span<const std::byte> body);
 
 // Both ways: the agent is closing in good order.
 Bytes encode_bye(const std::string& reason);

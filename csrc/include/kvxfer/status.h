@@ -8,7 +8,8 @@
 
 namespace kvxfer {
 
-// Why something ended. The values travel on the wire (docs/wire_protocol.md): append, never renumber.
+// Why something ended. The values travel on the wire (docs/wire_protocol.md): append, never
+// renumber.
 enum class StatusCode : uint8_t {
   kOk = 0,
   kCancelled = 1,     // the caller, or the other side's owner, ended it

@@ -102,8 +102,12 @@ class IoThreads {
   // `bulk`: how many data threads there may be, at least 1. Throws Error(kNoResources).
   explicit IoThreads(size_t bulk);
 
-  // Stops and joins the threads.
+  // As stop().
   ~IoThreads();
+
+  // Stops and joins the threads; nothing is called back any more. Idempotent. Links that are made
+  // afterwards never deliver anything.
+  void stop();
 
   IoThreads(const IoThreads&) = delete;
   IoThreads& operator=(const IoThreads&) = delete;

@@ -1,0 +1,266 @@
+// An agent and a peer that breaks the rules: the link goes, the agent stays, and nothing is read or
+// written out of bounds.
+
+#include <array>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "kvxfer/agent.h"
+#include "wire/messages.h"
+
+namespace kvxfer {
+namespace {
+
+// Says whatever a test wants, and records what the agent answers.
+class FakeLink : public Link {
+ public:
+  explicit FakeLink(bool one_sided, size_t mapped = 0) : one_sided_(one_sided), arena_(mapped) {}
+
+  const char* transport() const override { return "fake"; }
+  void start(LinkSink& sink) override { sink_ = &sink; }
+  void send(std::span<const std::byte> message) override {
+    sent.emplace_back(message.begin(), message.end());
+  }
+  bool one_sided() const override { return one_sided_; }
+  std::span<std::byte> mapped_arena() const override { return {arena_.data(), arena_.size()}; }
+  void write(std::span<const std::byte>, uint64_t, std::span<const std::byte>,
+             uint64_t token) override {
+    sink_->on_written(*this, token, true);
+  }
+  void close(const std::string& why) override {
+    if (reason.empty()) reason = why;
+  }
+  std::string describe() const override { return "fake"; }
+
+  void say(const wire::Bytes& message) { sink_->on_message(*this, message); }
+  void end() { sink_->on_closed(*this, "the test is over"); }
+
+  std::vector<wire::Bytes> sent;
+  std::string reason;  // why the agent closed it
+
+ private:
+  const bool one_sided_;
+  mutable std::vector<std::byte> arena_;
+  LinkSink* sink_ = nullptr;
+};
+
+Generation generation_of(int number) {
+  Generation generation{};
+  generation[0] = static_cast<std::byte>(number);
+  return generation;
+}
+
+struct Victim {
+  explicit Victim(bool inbound, bool one_sided = true, size_t mapped = 0)
+      : memory(1u << 20), link(std::make_shared<FakeLink>(one_sided, mapped)) {
+    AgentOptions options;
+    options.name = "victim";
+    options.arena_bytes = 4u << 20;
+    options.slot_bytes = 64u << 10;
+    agent = std::make_unique<Agent>(options);
+    layout.num_blocks = 16;
+    layout.block_size = 16;
+    layout.num_heads = 8;
+    layout.layers = {"a"};
+    layout.planes = {{"k", 64}};
+    layout.views = {{memory.data(), 16 * 8 * 128, 16 * 128, 128, 2}};
+    cache = agent->register_cache(layout);
+    peer = agent->add_peer("them");
+    agent->attach(peer, link, 7, inbound, "test");
+    link->say(wire::Hello{wire::kProtocolVersion, 7, "them", 64u << 10}.encode());
+  }
+  ~Victim() {
+    link->end();
+    agent->close();
+  }
+
+  Fetch fetch(int number = 1) {
+    FetchSpec spec;
+    spec.offer_id = "x";
+    spec.generation = generation_of(number);
+    spec.cache = cache;
+    spec.table.blocks = {1, 2};
+    spec.num_tokens = 32;
+    spec.parts = {{peer, {0}, 0, 8}};
+    return agent->fetch(spec);
+  }
+  Offer offer(int number = 1) {
+    OfferSpec spec;
+    spec.id = "x";
+    spec.generation = generation_of(number);
+    spec.cache = cache;
+    spec.table.blocks = {1, 2};
+    spec.num_tokens = 32;
+    return agent->offer(spec);
+  }
+  wire::Bytes layout_message() const {
+    wire::Layout message;
+    message.cache_id = 1;
+    message.element = static_cast<uint8_t>(layout.element);
+    message.num_blocks = 16;
+    message.block_size = 16;
+    message.num_heads = 8;
+    message.layers = {"a"};
+    message.planes = {{"k", 64}};
+    message.views = {{0, 16 * 8 * 128, 16 * 128, 128, 2}};
+    return message.encode();
+  }
+  wire::Fetch fetch_message(int number = 1) const {
+    wire::Fetch message;
+    message.fetch_id = 1;
+    message.offer_id = "x";
+    message.generation = generation_of(number);
+    message.cache_id = 1;
+    message.layers = {0};
+    message.head_end = 8;
+    message.token_end = 32;
+    message.chunk_bytes = 64u << 10;
+    message.slots = {0};
+    return message;
+  }
+  // Answers the fetch as an honest producer would begin to; returns its first slot.
+  uint32_t accept() {
+    const auto request = wire::Fetch::decode(std::span(link->sent.back()).subspan(1));
+    wire::Accept accept;
+    accept.fetch_id = request.fetch_id;
+    accept.order = {0, 1, 2, 3, 4};
+    accept.num_chunks = 1;
+    accept.wire_bytes = 32 * 8 * 128;
+    accept.producer_block_size = 16;
+    link->say(accept.encode());
+    return request.slots.at(0);
+  }
+  bool ended_with(const Fetch& fetch, StatusCode code) const {
+    return fetch.wait(5) && fetch.status().code == code;
+  }
+
+  std::vector<std::byte> memory;
+  CacheLayout layout;
+  std::unique_ptr<Agent> agent;
+  std::shared_ptr<FakeLink> link;
+  CacheId cache = 0;
+  PeerId peer = 0;
+};
+
+TEST_CASE("hostile: commits of chunks and slots that do not exist end the link") {
+  for (const uint32_t chunk : {1u, 2u, 0x7fffffffu, UINT32_MAX - 1, UINT32_MAX}) {
+    CAPTURE(chunk);
+    Victim victim(false);
+    const Fetch fetch = victim.fetch();
+    const uint32_t slot = victim.accept();
+    victim.link->say(wire::Commit{1, chunk, slot, 32 * 8 * 128, {}}.encode());
+    CHECK(victim.ended_with(fetch, StatusCode::kProtocol));
+    CHECK_FALSE(victim.link->reason.empty());
+  }
+  for (const uint32_t slot : {63u, 64u, 1000000u, UINT32_MAX}) {
+    CAPTURE(slot);
+    Victim victim(false);
+    const Fetch fetch = victim.fetch();
+    victim.accept();
+    victim.link->say(wire::Commit{1, 0, slot, 32 * 8 * 128, {}}.encode());
+    CHECK(victim.ended_with(fetch, StatusCode::kProtocol));
+  }
+}
+
+TEST_CASE("hostile: a commit without a write is refused where writes are announced") {
+  Victim victim(false, /*one_sided=*/false);
+  const Fetch fetch = victim.fetch();
+  const uint32_t slot = victim.accept();
+  victim.link->say(wire::Commit{1, 0, slot, 32 * 8 * 128, {}}.encode());
+  CHECK(victim.ended_with(fetch, StatusCode::kProtocol));
+}
+
+TEST_CASE("hostile: an ACCEPT of other sizes fails the fetch alone") {
+  Victim victim(false);
+  const Fetch fetch = victim.fetch();
+  wire::Accept accept{1, {0, 1, 2, 3, 4}, 0, 7, 12345, 16, 0};
+  victim.link->say(accept.encode());
+  CHECK(victim.ended_with(fetch, StatusCode::kMismatch));
+  CHECK(victim.link->reason.empty());
+}
+
+TEST_CASE("hostile: slots outside the arena end the link, not the owner's offer") {
+  for (const bool before_offer : {true, false}) {
+    CAPTURE(before_offer);
+    Victim victim(true, false, /*mapped=*/4u << 20);
+    victim.link->say(victim.layout_message());
+    auto request = victim.fetch_message();
+    request.slots = {64};
+    std::vector<Offer> offers;
+    if (!before_offer) offers.push_back(victim.offer());
+    victim.link->say(request.encode());
+    CHECK(victim.link->reason.find("outside the arena") != std::string::npos);
+    if (before_offer) offers.push_back(victim.offer());
+    offers[0].release();
+    CHECK(offers[0].wait(5));
+  }
+}
+
+TEST_CASE("hostile: senseless fetches and layouts end the link or are refused") {
+  const auto after = [](const std::function<void(Victim&)>& action) {
+    Victim victim(true, false, 4u << 20);
+    const Offer offer = victim.offer();
+    victim.link->say(victim.layout_message());
+    action(victim);
+    const bool refused = !victim.link->sent.empty() &&
+                         wire::type_of(victim.link->sent.back()) == wire::MessageType::kRefused;
+    CHECK((refused || !victim.link->reason.empty()));
+    CHECK_FALSE(offer.released());
+  };
+  const auto with = [&](const std::function<void(wire::Fetch&)>& change) {
+    after([&](Victim& victim) {
+      auto request = victim.fetch_message();
+      change(request);
+      victim.link->say(request.encode());
+    });
+  };
+  with([](wire::Fetch& f) { f.chunk_bytes = 1; });
+  with([](wire::Fetch& f) { f.chunk_bytes = UINT32_MAX; });
+  with([](wire::Fetch& f) { f.token_end = UINT32_MAX; });
+  with([](wire::Fetch& f) { f.token_begin = 32; });
+  with([](wire::Fetch& f) { f.head_end = UINT32_MAX; });
+  with([](wire::Fetch& f) { f.head_begin = 8; });
+  with([](wire::Fetch& f) { f.slot_in_block = UINT32_MAX; });
+  with([](wire::Fetch& f) { f.layers = {}; });
+  with([](wire::Fetch& f) { f.layers = {0, 0}; });
+  with([](wire::Fetch& f) { f.layers = {UINT32_MAX}; });
+  with([](wire::Fetch& f) { f.cache_id = 99; });
+  with([](wire::Fetch& f) { f.codec = 200; });
+  with([](wire::Fetch& f) { f.offer_id = "another"; });
+  after([](Victim& victim) {  // the same id twice
+    victim.link->say(victim.fetch_message(5).encode());
+    victim.link->say(victim.fetch_message(5).encode());
+  });
+  after([](Victim& victim) {
+    victim.link->say(wire::encode_fetch_id(wire::MessageType::kCancelled, 1));  // consumers don't
+  });
+  after([](Victim& victim) { victim.link->say({std::byte{200}}); });
+  after([](Victim& victim) { victim.link->say({}); });
+  after([](Victim& victim) {
+    wire::Layout layout{2, "", 2, 16, 16, 8, 0, {"a"}, {{"k", 64}}, {{0, INT64_MIN, 1, 1, 1}}};
+    victim.link->say(layout.encode());
+  });
+}
+
+TEST_CASE("hostile: a fetch cannot be made to end twice") {
+  Victim victim(false);
+  Fetch fetch = victim.fetch();
+  victim.link->say(wire::Refused{1, StatusCode::kStale, "gone"}.encode());
+  CHECK(victim.ended_with(fetch, StatusCode::kStale));
+  victim.link->say(wire::Refused{1, StatusCode::kExpired, "again"}.encode());
+  victim.link->say(wire::encode_fetch_id(wire::MessageType::kCancelled, 1));
+  victim.link->say(wire::Want{1, UINT32_MAX}.encode());
+  victim.accept();
+  CHECK(fetch.status().code == StatusCode::kStale);
+  CHECK(victim.link->reason.empty());
+  const AgentStats stats = victim.agent->stats();
+  CHECK(stats.free_slots == stats.slots);
+}
+
+}  // namespace
+}  // namespace kvxfer
