@@ -104,7 +104,7 @@ def receive_message(sock, kind):
     """The next message but PINGs; it must be of that kind."""
     while True:
         message = receive(sock, *struct.unpack("<I", receive(sock, 4)))
-        if message[0] != 11:
+        if message[0] != 11 or len(message) > 1:
             assert message[0] == kind, message
             return message[1:]
 
@@ -189,7 +189,7 @@ def fetch(offer, ticket, control, data, ready):
     body = struct.pack("<Q", 1) + text("née") + generation
     body += struct.pack("<II3I", 9, LAYERS, *range(LAYERS))
     body += struct.pack("<5I", 4, 6, BEGIN, END, SLOT) + struct.pack("<BB", 0, 1)
-    chunk_bytes = 1000  # no multiple of a row, and less than a layer
+    chunk_bytes = 4100  # no multiple of a row, and less than a layer
     send(control, 3, body + struct.pack("<III", chunk_bytes, 1, 3))  # slot 3
     accept = struct.unpack("<Q5BBIQII", receive_message(control, 4))
     fetch_id, order, (per_layer, chunks, total, block, slot) = accept[0], accept[1:6], accept[6:]
@@ -203,6 +203,7 @@ def fetch(offer, ticket, control, data, ready):
     if not ready:
         for layer in (2, 0, 1):
             offer.mark_ready(layer)
+            assert receive_message(control, 14) == struct.pack("<QI", 1, 2)
 
     wire = bytearray(total)
     g0, g1 = struct.unpack("<QQ", generation)
