@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -24,6 +25,7 @@ from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
 from kvxfer.ticket import AgentRef, Ticket, issue_ticket, parse_ticket
 
+_MAX_NAME = 1024  # bytes that the wire carries
 _LONGEST = 1e8  # seconds that a lease or a fetch may last: three years
 
 # Every open agent of this process: closed at exit, and told of a fork.
@@ -62,13 +64,15 @@ class Agent:
         config: Config | None = None,
         **knobs: Any,  # noqa: ANN401 - any of Config's fields
     ) -> None:
+        if not 1 <= len(name.encode()) <= _MAX_NAME:
+            raise InvalidError(f"an agent's name must have 1 to {_MAX_NAME} bytes: {name!r:.80}")
         self._config = (config or Config()).replace(**knobs)
         self._identity = Identity(name, secrets.randbits(64))
         # Numbered names must spread too, which the low bits of a CRC don't.
         self._spread = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = True  # until all of it is there
         self._listener: Listener | None = None
         self._caches: dict[Cache, int] = {}
         self._handles: weakref.WeakValueDictionary[int, Fetch | Offer] = (
@@ -98,6 +102,7 @@ class Agent:
         except BaseException:
             self._core.close()
             raise
+        self._closed = False
         _agents.add(self)
 
     @property
@@ -394,6 +399,12 @@ class Agent:
         self._kept.clear()
         _agents.discard(self)
 
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            what = f"agent {self.name!r} was not closed: close() it, or make it in a with statement"
+            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
     def __enter__(self) -> Agent:
         return self
 
@@ -460,13 +471,8 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    # The core has closed its own descriptors; a listening socket held here would keep the parent's
-    # port open after its death.
     for agent in list(_agents):
         agent._lock = threading.Lock()  # noqa: SLF001 - its holder may not exist here
-        listener = agent._listener  # noqa: SLF001
-        if listener is not None:
-            listener.close_sockets()
     _agents.clear()
 
 

@@ -14,6 +14,7 @@ from kvxfer.handshake import (
     Frame,
     Identity,
     Transcript,
+    closed_on_fork,
     dial,
     host_identity,
     recv_frame,
@@ -139,7 +140,7 @@ def _open_shm(
     core: _core.Agent, name: str, session: str, key: bytes, deadline: Deadline
 ) -> socket.socket:
     arena = core.arena_fd()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = closed_on_fork(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         sock.settimeout(deadline.remaining())
         sock.connect("\0" + name)

@@ -24,6 +24,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,23 @@ from kvxfer.errors import ConfigError, HandshakeError, Status
 PROTOCOL = 1  # of the handshake; the core's messages have a version of their own
 _MAX_FRAME = 64 << 10
 Frame = dict[str, Any]
+
+# Sockets that the core does not own (yet). A forked child closes them: kept open there, they would
+# hide the end of this process from the peer.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def closed_on_fork(sock: socket.socket) -> socket.socket:
+    _sockets.add(sock)
+    return sock
+
+
+def _after_fork_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +199,7 @@ def dial(address: str, config: Config, deadline: Deadline) -> socket.socket:
     except OSError as error:
         raise HandshakeError(f"cannot resolve {host!r}: {error.strerror}") from error
     for family, kind, proto, _, target in candidates:
-        sock = socket.socket(family, kind, proto)
+        sock = closed_on_fork(socket.socket(family, kind, proto))
         try:
             bind_to_interface(sock, config)
             sock.settimeout(deadline.remaining())

@@ -21,6 +21,7 @@ from kvxfer.handshake import (
     Identity,
     Transcript,
     bind_to_interface,
+    closed_on_fork,
     error_frame,
     host_identity,
     join_address,
@@ -83,10 +84,10 @@ class Listener:
             bound = self._tcp.getsockname()[1]
             self.address = join_address(self._public_host(host), bound)
             self._socket_name = f"kvxfer-{os.getpid()}-{secrets.token_hex(8)}"
-            self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._unix = closed_on_fork(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._unix.bind("\0" + self._socket_name)
             self._unix.listen(128)
-            self._wake_read, self._wake_write = socket.socketpair()
+            self._wake_read, self._wake_write = map(closed_on_fork, socket.socketpair())
         except BaseException:
             self._tcp.close()
             raise
@@ -98,7 +99,7 @@ class Listener:
             family, kind, proto, _, target = socket.getaddrinfo(
                 host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            sock = socket.socket(family, kind, proto)
+            sock = closed_on_fork(socket.socket(family, kind, proto))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from error
         try:
@@ -126,11 +127,7 @@ class Listener:
         self._wake_write.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._config.handshake_timeout)
-        self.close_sockets()
-
-    def close_sockets(self) -> None:
-        """Close the descriptors only: for a forked child, where the thread does not exist."""
-        for sock in (self._tcp, self._unix, self._wake_read, self._wake_write):
+        for sock in (self._tcp, self._unix, self._wake_read):
             sock.close()
 
     def _accept(self) -> None:
@@ -150,6 +147,7 @@ class Listener:
             connection, _ = listening.accept()
         except OSError:
             return  # it has gone again, or no descriptors are left: the next one may fare better
+        closed_on_fork(connection)
         if not self._slots.acquire(blocking=False):
             connection.close()
             return
@@ -294,7 +292,7 @@ class Listener:
         with self._lock:
             if index in session.streams or not 0 <= index < session.expected:
                 raise HandshakeError(f"data stream {index} was not expected")
-            session.streams[index] = socket.socket(fileno=connection.detach())
+            session.streams[index] = closed_on_fork(socket.socket(fileno=connection.detach()))
             if len(session.streams) == session.expected:
                 session.complete.set()
 
