@@ -10,9 +10,9 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from multiprocessing import Pipe
@@ -41,7 +41,8 @@ class Server:
         self.caches: dict[str, Paged] = {}
         self.offers: dict[str, kvxfer.Offer] = {}
         self.fetches: dict[str, kvxfer.Fetch] = {}
-        self.threads: list[threading.Thread] = []
+        self.limits: dict[str, tuple[int, int]] = {}
+        self.spare: list[int] = []
 
     def start(
         self, name: str, transport: str = "auto", listen: str | None = None, **knobs: Any
@@ -101,7 +102,9 @@ class Server:
         ctypes.PyDLL(None).pause()
 
     def limit(self, what: str, value: int) -> None:
-        resource.setrlimit(getattr(resource, what), (value, value))
+        kind = getattr(resource, what)
+        self.limits[what] = resource.getrlimit(kind)
+        resource.setrlimit(kind, (value, self.limits[what][1]))
 
     def limit_address_space(self, beyond: int) -> None:
         """Let this process map only so many bytes more than it has now."""
@@ -109,8 +112,29 @@ class Server:
         self.limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + beyond)
 
     def drop_privileges(self) -> None:
+        socket.getaddrinfo("127.0.0.1", 0)  # imports what may be out of reach afterwards
         os.setgid(65534)
         os.setuid(65534)
+
+    def use_up_descriptors(self) -> None:
+        """Leave this process not one more descriptor."""
+        self.limit("RLIMIT_NOFILE", 1 + max(int(fd) for fd in os.listdir("/proc/self/fd")))
+        with contextlib.suppress(OSError):
+            while True:
+                self.spare.append(os.open("/dev/null", os.O_RDONLY))
+
+    def free_descriptors(self) -> None:
+        while self.spare:
+            os.close(self.spare.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.limits["RLIMIT_NOFILE"])
+
+    def fork_and_sleep(self) -> int:
+        """Fork a process that does nothing until it is killed; return its pid."""
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                signal.pause()
+        return pid
 
     def close(self) -> None:
         if self.agent is not None:

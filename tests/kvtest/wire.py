@@ -58,7 +58,7 @@ def layout(
     heads: tuple[int, int] = (0, 4),
     block_size: int = 16,
     num_blocks: int = 24,
-    element: int = 1,
+    element: int = 2,  # bfloat16
     views: int | None = None,
 ) -> bytes:
     raw = struct.pack("<BI", LAYOUT, cache_id) + text("") + bytes([element])
