@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy import random  # loaded now: numpy would on first use, and lose a Ctrl-C meanwhile
 
 Array = npt.NDArray[np.uint16]
 
@@ -79,7 +80,7 @@ def allocate(model: Model, axes: str, num_blocks: int, block_size: int) -> dict[
 def contents(layer: int, plane: int, extents: tuple[int, ...]) -> Array:
     """Return what the producer's tensor of a layer and plane holds: every bit pattern occurs."""
     size = int(np.prod(extents))
-    words = np.random.SFC64([layer, plane]).random_raw(-(-size // 4))
+    words = random.SFC64([layer, plane]).random_raw(-(-size // 4))
     return words.view(np.uint16)[:size].reshape(extents)
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy import random
 
 import kvxfer
 from kvxfer import _demo_kv as kv
@@ -245,7 +246,7 @@ def _draw(block_size: int, *requests: int) -> tuple[int, list[list[int]]]:
     """Return how many blocks a cache has, and which of them each request of so many tokens gets."""
     counts = [kv.blocks_for(tokens, block_size) for tokens in requests]
     total = sum(counts) + _SPARE_BLOCKS
-    order = np.random.default_rng(block_size).permutation(total).tolist()
+    order = random.default_rng(block_size).permutation(total).tolist()
     tables = []
     for count in counts:
         tables.append(order[:count])
