@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -36,7 +37,8 @@ class ChildError(AssertionError):
 class Server:
     """What a child can do. Caches, offers and fetches are kept by the names the parent gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, gil: int) -> None:
+        self.gil = gil  # a pipe's end: says that the GIL is about to be held
         self.agent: kvxfer.Agent | None = None
         self.caches: dict[str, Paged] = {}
         self.offers: dict[str, kvxfer.Offer] = {}
@@ -96,10 +98,17 @@ class Server:
 
     def hold_gil(self) -> None:
         """Keep every Python thread of this process from running until `SIGUSR1` comes."""
-        # Called through PyDLL, pause() keeps the GIL. A thread of C that takes the signal is not
-        # enough to end it, so the main thread alone lets it in.
-        signal.signal(signal.SIGUSR1, lambda *_: None)
-        ctypes.PyDLL(None).pause()
+        # Functions called through PyDLL keep the GIL, and between them it is not given away either:
+        # from the write on, which the parent waits for, no other thread runs.
+        signals = ctypes.create_string_buffer(128)
+        libc = ctypes.PyDLL(None)
+        libc.sigemptyset(signals)
+        libc.sigaddset(signals, int(signal.SIGUSR1))
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)
+        libc.write(self.gil, b"\1", 1)
+        libc.sigwait(signals, ctypes.byref(ctypes.c_int()))
+        sys.setswitchinterval(interval)
 
     def limit(self, what: str, value: int) -> None:
         kind = getattr(resource, what)
@@ -148,12 +157,13 @@ class Child:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self._pipe: Connection = ours
-        with theirs:
+        self._gil, gil = os.pipe()
+        with theirs, os.fdopen(gil, "wb"):
             tests = str(Path(__file__).parents[1])
             path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtest.child", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "kvtest.child", str(theirs.fileno()), str(gil)],
+                pass_fds=[theirs.fileno(), gil],
                 env={**os.environ, "PYTHONPATH": path},
             )
 
@@ -177,6 +187,15 @@ class Child:
         self.send(method, *args, **kwargs)
         return self.result()
 
+    def wait_until_gil_is_held(self) -> None:
+        """Behind `send("hold_gil")`: return when no Python thread of the child can run."""
+        assert select.select([self._gil], [], [], LONG)[0]
+        os.read(self._gil, 1)
+
+    def gil_is_held(self) -> bool:
+        """Whether it still is: the call has not returned."""
+        return not self._pipe.poll(0)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(LONG)
@@ -196,6 +215,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.close(self._gil)
         self._pipe.close()  # a child whose pipe has ended closes its agent and exits
         with contextlib.suppress(ProcessLookupError):
             self.resume()
@@ -206,8 +226,10 @@ class Child:
             raise
 
 
-def serve(pipe: Connection) -> None:
-    server = Server()
+def serve(pipe: Connection, gil: int) -> None:
+    # Threads inherit it: the signal waits for hold_gil().
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    server = Server(gil)
     while True:
         try:
             method, args, kwargs = pipe.recv()
@@ -226,4 +248,4 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     with Connection(int(sys.argv[1])) as connection:
-        serve(connection)
+        serve(connection, int(sys.argv[2]))

@@ -106,7 +106,7 @@ def test_connecting_ahead(transport: str) -> None:
     with pair(transport) as (prefill, decode):
         decode.connect("prefill", prefill.address)
         decode.connect("prefill", prefill.address)
-        assert decode.stats.peers == prefill.stats.peers == 1
+        assert decode.stats.peers == 1
         with pytest.raises(kvxfer.HandshakeError):
             decode.connect("somebody", prefill.address)
 
