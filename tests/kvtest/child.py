@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing import Pipe
@@ -131,6 +132,11 @@ class Server:
         with contextlib.suppress(OSError):
             while True:
                 self.spare.append(os.open("/dev/null", os.O_RDONLY))
+
+    def wait_for_dials(self) -> None:
+        """Return when no connection is being made: one that fails is not to be shared any more."""
+        while self.agent._peers._dialling:
+            time.sleep(0.01)
 
     def free_descriptors(self) -> None:
         while self.spare:
