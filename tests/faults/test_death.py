@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from kvtest.agents import LONG, consumer, producer
+from kvtest.agents import LONG, consumer, producer, until
 from kvtest.caches import Geometry, Paged
 from kvtest.child import Child
 
@@ -22,15 +22,6 @@ BUSY = {"arena_bytes": 32 << 10, "chunk_bytes": 8 << 10}
 
 def rest(seconds: float) -> None:
     threading.Event().wait(seconds)
-
-
-def until(condition) -> None:
-    """Wait for what has to come, without saying when."""
-    for _ in range(int(LONG / 0.005)):
-        if condition():
-            return
-        rest(0.005)
-    raise AssertionError("what was waited for never came")
 
 
 @pytest.mark.parametrize("seed", range(4))

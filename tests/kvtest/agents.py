@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +60,15 @@ def pair(transport: str, **knobs: Any) -> Iterator[tuple[kvxfer.Agent, kvxfer.Ag
     """A producer and a consumer in this process."""
     with producer(transport, **knobs) as prefill, consumer(transport, **knobs) as decode:
         yield prefill, decode
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what has to come, without saying when."""
+    rest = threading.Event()
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, "what was waited for never came"
+        rest.wait(0.002)
 
 
 @contextmanager

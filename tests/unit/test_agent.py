@@ -140,7 +140,7 @@ def test_a_lease_is_renewed_beyond_its_end(how: str) -> None:
             target.poison()
             offer = prefill.offer(source.cache, range(4), 64, lease=1.0, ready=False)
             if how == "by hand":
-                smooth = while_time_passes(2.0, lambda: decode.renew(offer.ticket))
+                smooth = while_time_passes(2.0, lambda: decode.renew(offer.ticket))  # noqa: B023
                 fetch = decode.fetch(offer.ticket, target.cache, range(4))
             else:
                 fetch = decode.fetch(offer.ticket, target.cache, range(4))
