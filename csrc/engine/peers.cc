@@ -132,7 +132,10 @@ void Peer::on_message(Link&, std::span<const std::byte> message) {
   try {
     dispatch(*core, self, message);
   } catch (const Error& error) {
-    drop_peer(*core, self, {error.code(), "'" + name + "': " + error.what()});
+    // Values that make no sense here are the peer's, not our caller's.
+    const bool invalid = error.code() == StatusCode::kInvalid;
+    drop_peer(*core, self,
+              {invalid ? StatusCode::kProtocol : error.code(), "'" + name + "': " + error.what()});
   } catch (const std::exception& error) {  // std::bad_alloc: what a peer sends must not end us
     drop_peer(*core, self,
               {StatusCode::kNoResources, "'" + name + "': handling its message: " + error.what()});
