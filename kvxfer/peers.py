@@ -102,10 +102,16 @@ class Peers:
             if self._dialling.get(agent) is peer:
                 del self._dialling[agent]
             if peer.failure is None:
+                self._forget_lost()
                 self._connected[(agent.address, agent.name)] = peer
             else:
                 self._fail(peer, peer.failure)
         peer.settled.set()
+
+    def _forget_lost(self) -> None:
+        for key, peer in list(self._connected.items()):
+            if not self._core.peer_alive(peer.id):
+                del self._connected[key]
 
     def _connect_loopback(self, agent: AgentRef, peer: Peer) -> None:
         producer = _listening.get(agent.address)
