@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from kvtest.agents import LONG, consumer, producer
 from kvtest.caches import Geometry, Paged
@@ -330,3 +331,56 @@ def test_a_closed_agent_refuses_everything_and_says_so(transport: str) -> None:
         assert "closed" in repr(decode)
         assert decode.stats.fetches == 0
         offer.release()
+
+
+def test_caches_that_cannot_be_written(sides: Sides) -> None:
+    offer = sides.offer()
+    made = Paged(SIDE)
+    for arrays in made.arrays:
+        for array in arrays:
+            array.flags.writeable = False
+    tensors = dict(zip(SIDE.layers, map(tuple, made.arrays), strict=True))
+    cache = sides.decode.register(kvxfer.Cache(tensors, dtype="bfloat16", model="llama"))
+    with pytest.raises(kvxfer.InvalidError, match="read-only tensors: nothing can be fetched"):
+        sides.decode.fetch(offer.ticket, cache, range(4))
+    offer.release()
+
+
+@pytest.mark.parametrize(
+    ("strides", "words"),
+    [
+        ((0, 2048, 128, 2), "block axis is 0 bytes; strides must be positive"),
+        ((4096, 2048, 64, 2), "elements would share memory"),
+        ((2048, 2048, 128, 2), "share memory|overlap"),
+        ((4096, 2048, -128, 2), "token axis is -128 bytes; strides must be positive"),
+    ],
+    ids=["zero", "overlapping tokens", "overlapping heads", "negative"],
+)
+def test_tensors_that_make_no_cache(strides: tuple[int, ...], words: str) -> None:
+    memory = np.zeros(1 << 16, np.uint8)
+    array = np.ndarray((4, 2, 16, 64), np.float16, memory, offset=4096, strides=strides)
+    with pytest.raises(kvxfer.LayoutError, match=f"layer.0.*({words})"):
+        kvxfer.Cache({"layer.0": (array, np.zeros((4, 2, 16, 64), np.float16))})
+
+
+def test_tickets_that_are_none(sides: Sides) -> None:
+    """Wherever a ticket is taken; unit/test_ticket.py has all the ways to spoil one."""
+    offer = sides.offer()
+    target = sides.target()
+    tampered = {**offer.ticket, "tokens": [0, 32]}
+    foreign = kvxfer.issue_ticket("r", [sides.prefill.reference()], num_tokens=64, secret="theirs")
+    for ticket, words in [
+        ("garbage", "not a kvxfer ticket"),
+        ({**offer.ticket, "kvxfer": 2}, "has version 2"),
+        (tampered, "changed on its way"),
+        (foreign, "different secrets"),
+    ]:
+        for call in [
+            lambda ticket=ticket: sides.decode.fetch(ticket, target.cache, range(4)),
+            lambda ticket=ticket: sides.decode.renew(ticket),
+            lambda ticket=ticket: sides.prefill.offer(sides.source.cache, range(4), ticket=ticket),
+        ]:
+            with pytest.raises(kvxfer.TicketError, match=words):
+                call()
+    assert sides.prefill.stats.offers == 1
+    offer.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvtest.agents import LONG, pair, until
+from kvtest.agents import LONG, consumer, pair, producer, until
 from kvtest.caches import Geometry, Paged
 
 import kvxfer
@@ -171,3 +171,15 @@ def test_a_late_write_finds_its_slot_closed() -> None:
             assert fetch.status is Status.CANCELLED
             assert sides.fetch() is Status.OK
             assert sides.target.same_as(sides.source)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_the_consumer_decides_about_the_digest(who: str) -> None:
+    """What the producer is set to does not matter to those who fetch from it."""
+    with (
+        producer("loopback", digest=who != "prefill", **KNOBS) as prefill,
+        consumer("loopback", digest=who != "decode", **KNOBS) as decode,
+    ):
+        connect(decode, prefill, corrupt_write=1.0)
+        ended = Sides(prefill, decode).fetch()
+        assert ended is (Status.CORRUPT if who == "prefill" else Status.OK)
