@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test build build-tests test-tools lint-tools lint format types layers sanitize bench wheel clean
+.PHONY: help demo test build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,11 @@ sanitize: test-tools  ## run the tests under ASan and UBSan, the C++ tests under
 
 bench: build  ## run the transfer benchmark
 	@$(PY) benches/bench_transfer.py $(ARGS)
+
+bench-peers-setup:  ## install NIXL, which the benchmark compares with, into .venv-peers (1.2 GB)
+	@python3 -m venv .venv-peers
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps nixl nixl-cu12
 
 wheel: build  ## build dist/*.whl and dist/*.tar.gz
 	@$(PY) -m pip install --quiet --disable-pip-version-check build

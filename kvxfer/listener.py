@@ -227,7 +227,8 @@ class Listener:
                     "tcp",
                     "the agents run on different hosts, or in containers that share no network",
                 )
-            return "tcp", "one of the agents is set to tcp"
+            set_to = "both agents are" if theirs == ours == ["tcp"] else "one of the agents is"
+            return "tcp", f"{set_to} set to tcp"
         raise HandshakeError(
             f"no transport in common: the consumer allows {', '.join(theirs)}, the producer "
             f"{', '.join(ours)}{'' if same_host else ', and they are not on one host'}"
@@ -287,11 +288,13 @@ class Listener:
     def _take_stream(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
         index = int(hello["index"])
         session = self._session(hello, f"data{index}")
+        if not 0 <= index < session.expected:
+            raise HandshakeError(f"data stream {index} was not expected")
         send_frame(connection, {"ok": True}, deadline)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
-            if index in session.streams or not 0 <= index < session.expected:
-                raise HandshakeError(f"data stream {index} was not expected")
+            if index in session.streams:
+                raise HandshakeError(f"data stream {index} came twice")
             session.streams[index] = closed_on_fork(socket.socket(fileno=connection.detach()))
             if len(session.streams) == session.expected:
                 session.complete.set()

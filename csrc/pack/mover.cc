@@ -8,10 +8,11 @@
 namespace kvxfer {
 namespace {
 
-// When gathering, long runs are cut so that prefetching looks kAhead of these ahead: measured best
-// at 4 KiB. When scattering, each cut may fall into a cache line that then is not streamed.
+// When gathering, long runs are cut so that prefetching looks kAhead of these ahead: that should
+// reach over the end of a run of 16 KiB, and for runs of 256 bytes not further than the first
+// cache. When scattering, each cut may fall into a cache line that then is not streamed.
 template <Direction kDirection>
-constexpr size_t kSegmentBytes = (kDirection == Direction::kGather ? 8 : 1024) * kStripe;
+constexpr size_t kSegmentBytes = (kDirection == Direction::kGather ? 64 : 1024) * kStripe;
 
 // Small enough that a piece is still in the first cache level when it is digested.
 constexpr size_t kPieceBytes = 4096;

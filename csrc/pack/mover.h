@@ -29,7 +29,7 @@ class Mover {
 
  private:
   // Segments behind the one being moved whose sources are prefetched.
-  static constexpr size_t kAhead = 8;
+  static constexpr size_t kAhead = 16;
   static constexpr size_t kCapacity = 128;
 
   void add_run(const Run& run);
