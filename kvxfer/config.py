@@ -139,7 +139,7 @@ class Config:
     )
     tcp_window: int = _knob(
         "KVXFER_TCP_WINDOW",
-        3,
+        4,
         "chunks",
         "as window, where sockets carry the chunks: more for long distances, else caches overflow",
     )

@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -29,7 +30,7 @@ std::string lock_limit() {
 
 }  // namespace
 
-Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
+Arena::Arena(Kind kind, uint64_t bytes, uint32_t slot_bytes, bool lock)
     : generation_(fork_generation()),
       bytes_(bytes / slot_bytes * slot_bytes),
       slot_bytes_(slot_bytes),
@@ -40,13 +41,16 @@ Arena::Arena(uint64_t bytes, uint32_t slot_bytes, bool lock)
                                           ": raise arena_bytes or lower chunk_bytes");
   }
   const std::string advice = "lower arena_bytes, or give the process more memory";
-  fd_ = UniqueFd(memfd_create("kvxfer-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd_) fail("memfd_create", bytes_, "raise the limit of open files (ulimit -n)");
-  if (ftruncate(fd_.get(), static_cast<off_t>(bytes_)) != 0) fail("ftruncate", bytes_, advice);
-  // Peers map it: without the seal a shrinking file would kill them with SIGBUS.
-  if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
-    fail("seal", bytes_, advice);
-  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (kind == kShared) {
+    fd_ = UniqueFd(memfd_create("kvxfer-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!fd_) fail("memfd_create", bytes_, "raise the limit of open files (ulimit -n)");
+    if (ftruncate(fd_.get(), static_cast<off_t>(bytes_)) != 0) fail("ftruncate", bytes_, advice);
+    // Peers map it: without the seal a shrinking file would kill them with SIGBUS.
+    if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+      fail("seal", bytes_, advice);
+  }
+  const int flags = kind == kShared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, flags, fd_.get(), 0);
   if (mapped == MAP_FAILED) fail("mmap", bytes_, advice);
   madvise(mapped, bytes_, MADV_HUGEPAGE);
   madvise(mapped, bytes_, MADV_DONTFORK);
@@ -68,8 +72,12 @@ Arena::~Arena() {
   if (generation_ == fork_generation()) munmap(base_, bytes_);
 }
 
-std::optional<uint32_t> Arena::take() {
+std::optional<uint32_t> Arena::take(std::optional<uint32_t> preferred) {
   if (free_.empty()) return std::nullopt;
+  if (preferred) {
+    const auto found = std::find(free_.begin(), free_.end(), *preferred);
+    if (found != free_.end()) std::iter_swap(found, free_.end() - 1);
+  }
   const uint32_t slot = free_.back();
   free_.pop_back();
   return slot;

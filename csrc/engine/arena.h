@@ -10,18 +10,22 @@
 
 namespace kvxfer {
 
-// The staging arena: a memfd that peers of this host may map, cut into slots of equal size, which
-// are handed out most-recently-freed first, so that what is written next is still in cache.
+// Staging memory, cut into slots of equal size, which are handed out most-recently-freed first, so
+// that what is written next is still in cache.
 // Not thread-safe: guarded by the agent's mutex. Slot memory itself is written without it.
 class Arena {
  public:
+  // kShared is a memfd that peers of this host may map; kPrivate can have huge pages where the
+  // system grants none to shared memory.
+  enum Kind { kShared, kPrivate };
+
   // `lock` pins the memory with mlock(). Throws Error(kNoResources) saying which limit was met.
-  Arena(uint64_t bytes, uint32_t slot_bytes, bool lock);
+  Arena(Kind kind, uint64_t bytes, uint32_t slot_bytes, bool lock);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  int fd() const { return fd_.get(); }
+  int fd() const { return fd_.get(); }  // -1: kPrivate
   uint64_t bytes() const { return bytes_; }
   uint32_t slot_bytes() const { return slot_bytes_; }
   uint32_t num_slots() const { return num_slots_; }
@@ -30,7 +34,8 @@ class Arena {
     return base_ + static_cast<uint64_t>(index) * slot_bytes_;
   }
 
-  std::optional<uint32_t> take();
+  // `preferred` if it is free.
+  std::optional<uint32_t> take(std::optional<uint32_t> preferred = std::nullopt);
   void give_back(uint32_t slot) { free_.push_back(slot); }
 
  private:

@@ -215,8 +215,8 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
 
 void ensure_arena(AgentCore& core) {
   if (core.arena) return;
-  core.arena = std::make_unique<Arena>(core.options.arena_bytes, core.options.slot_bytes,
-                                       core.options.lock_arena);
+  core.arena = std::make_unique<Arena>(Arena::kShared, core.options.arena_bytes,
+                                       core.options.slot_bytes, core.options.lock_arena);
   core.slots.resize(core.arena->num_slots());
 }
 

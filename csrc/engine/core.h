@@ -158,7 +158,7 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   // Producer side.
   std::map<uint32_t, CacheLayout> layouts;  // remote cache id -> layout with relative addresses
   std::map<OrderKey, WireOrder> orders;     // what choose_wire_order() has answered
-  uint32_t staged = 0;                      // slots of AgentCore::staging that its writes hold
+  uint32_t staged = 0;                      // slots of AgentCore::staging that its chunks hold
   std::map<uint64_t, std::shared_ptr<Serve>> serves;
   // Consumer side.
   std::set<CacheId> announced;
@@ -215,7 +215,8 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::deque<std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit; round robin
   uint32_t packing = 0;
   std::unique_ptr<Arena>
-      staging;  // where chunks wait for transports that don't map the peer's arena
+      staging;          // where chunks wait for transports that don't map the peer's arena
+  uint32_t staged = 0;  // slots of it that are taken or promised to packs
   std::map<uint64_t, Writing> writing;
   uint64_t next_token = 1;
 

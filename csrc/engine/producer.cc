@@ -179,47 +179,60 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->ended && serve->in_flight == 0) finish_serve(core, serve);
 }
 
-// A staging slot for a chunk to this peer. None when all are in use, or when it has its share: a
-// consumer that reads slowly must not hold up the others.
-std::optional<uint32_t> take_staging(AgentCore& core, Peer& peer) {
-  if (peer.staged >= core.staging->num_slots() / 2) return std::nullopt;
-  const auto slot = core.staging->take();
-  if (slot) ++peer.staged;
-  return slot;
+// Whether a chunk to this peer can be staged. Not when all slots are taken, or when the peer has
+// its share: a consumer that reads slowly must not hold up the others.
+bool reserve_staging(AgentCore& core, Peer& peer) {
+  if (core.staged == core.staging->num_slots() || peer.staged >= core.staging->num_slots() / 2) {
+    return false;
+  }
+  ++core.staged;
+  ++peer.staged;
+  return true;
 }
 
-void return_staging(AgentCore& core, Peer& peer, uint32_t slot) {
-  core.staging->give_back(slot);
+void unreserve_staging(AgentCore& core, Peer& peer) {
+  --core.staged;
   --peer.staged;
 }
 
+// The slot for a reservation: the one that this thread used last, if it is free, for another core
+// would have to fetch every line of it out of this one's cache.
+uint32_t take_staging(AgentCore& core) {
+  thread_local std::optional<uint32_t> last;
+  const Guard guard(core);
+  last = core.staging->take(last);
+  return *last;
+}
+
 void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk, uint32_t slot,
-                std::optional<uint32_t> staging_slot) {
+                bool staged) {
   const uint64_t begin = serve->bounds[chunk], end = serve->bounds[chunk + 1];
   const auto& link = serve->peer->link;
   const uint64_t offset = static_cast<uint64_t>(slot) * serve->peer->slot_bytes;
+  const uint32_t staging_slot = staged ? take_staging(core) : 0;
   std::byte* wire_bytes =
-      staging_slot ? core.staging->slot(*staging_slot) : link->mapped_arena().data() + offset;
+      staged ? core.staging->slot(staging_slot) : link->mapped_arena().data() + offset;
   wire::Commit commit{serve->request.fetch_id, chunk, slot, static_cast<uint32_t>(end - begin), {}};
   commit.digest =
       pack(*serve->plan, begin, end, wire_bytes, chunk_seed(serve->request.generation, begin),
-           serve->request.with_digest != 0, /*stream=*/!staging_slot);
+           serve->request.with_digest != 0, /*stream=*/!staged);
   const wire::Bytes message = commit.encode();
   uint64_t token = 0;
-  bool write = false;
   {
     Guard guard(core);
     --core.packing;
     --serve->offer->reading;
     core.counters.bytes_sent += end - begin;
     if (serve->ended) {
-      if (staging_slot) return_staging(core, *serve->peer, *staging_slot);
+      if (staged) {
+        core.staging->give_back(staging_slot);
+        unreserve_staging(core, *serve->peer);
+      }
       release_if_unread(core, *serve->offer);
       land_flight(core, serve);
-    } else if (staging_slot) {
+    } else if (staged) {
       token = core.next_token++;
-      core.writing.emplace(token, Writing{serve, *staging_slot});
-      write = true;
+      core.writing.emplace(token, Writing{serve, staging_slot});
     } else {
       link->send(message);
       land_flight(core, serve);
@@ -227,7 +240,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     start_packs(core);
   }
   // Outside the mutex: the transport may copy a megabyte to the kernel in here.
-  if (write) link->write({wire_bytes, end - begin}, offset, message, token);
+  if (token != 0) link->write({wire_bytes, end - begin}, offset, message, token);
 }
 
 }  // namespace
@@ -387,14 +400,11 @@ void start_packs(AgentCore& core) {
     core.serve_queue.pop_front();
     serve->queued = false;
     if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
-    std::optional<uint32_t> staging_slot;
-    if (serve->peer->link->mapped_arena().empty()) {
-      staging_slot = take_staging(core, *serve->peer);
-      if (!staging_slot) {
-        queue_serve(core, serve);
-        ++passed_over;
-        continue;
-      }
+    const bool staged = serve->peer->link->mapped_arena().empty();
+    if (staged && !reserve_staging(core, *serve->peer)) {
+      queue_serve(core, serve);
+      ++passed_over;
+      continue;
     }
     auto& [next, end] = serve->ready.front();
     const uint32_t chunk = next++;
@@ -407,9 +417,7 @@ void start_packs(AgentCore& core) {
     ++core.packing;
     queue_serve(core, serve);
     run_job(core, serve->bounds[chunk + 1] - serve->bounds[chunk],
-            [&core, serve, chunk, slot, staging_slot] {
-              pack_chunk(core, serve, chunk, slot, staging_slot);
-            });
+            [&core, serve, chunk, slot, staged] { pack_chunk(core, serve, chunk, slot, staged); });
   }
 }
 
@@ -417,7 +425,8 @@ void Peer::on_written(Link&, uint64_t token, bool) {
   Guard guard(*core);
   auto writing = core->writing.extract(token);
   if (!writing) return;
-  return_staging(*core, *this, writing.mapped().staging_slot);
+  core->staging->give_back(writing.mapped().staging_slot);
+  unreserve_staging(*core, *this);
   land_flight(*core, writing.mapped().serve);
   start_packs(*core);
 }

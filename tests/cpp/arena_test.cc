@@ -48,7 +48,7 @@ std::string in_child(const std::function<std::string()>& action) {
 }
 
 TEST_CASE("an arena is cut into slots that lie apart; what is left over is not used") {
-  Arena arena(10 * kSlot + 5000, kSlot, false);
+  Arena arena(Arena::kShared, 10 * kSlot + 5000, kSlot, false);
   CHECK(arena.num_slots() == 10);
   CHECK(arena.num_free() == 10);
   CHECK(arena.slot_bytes() == kSlot);
@@ -73,7 +73,7 @@ TEST_CASE("an arena is cut into slots that lie apart; what is left over is not u
 }
 
 TEST_CASE("slots start with the first, and come back most-recently-freed first") {
-  Arena arena(4 * kSlot, kSlot, false);
+  Arena arena(Arena::kShared, 4 * kSlot, kSlot, false);
   CHECK(*arena.take() == 0);
   CHECK(*arena.take() == 1);
   CHECK(*arena.take() == 2);
@@ -85,7 +85,7 @@ TEST_CASE("slots start with the first, and come back most-recently-freed first")
 }
 
 TEST_CASE("an arena that is used up says so, and goes on when a slot comes back") {
-  Arena arena(2 * kSlot, kSlot, false);
+  Arena arena(Arena::kShared, 2 * kSlot, kSlot, false);
   CHECK(arena.take());
   CHECK(arena.take());
   CHECK(arena.num_free() == 0);
@@ -98,7 +98,7 @@ TEST_CASE("an arena that is used up says so, and goes on when a slot comes back"
 }
 
 TEST_CASE("peers can map the arena, and nobody can change its size") {
-  Arena arena(2 * kSlot, kSlot, false);
+  Arena arena(Arena::kShared, 2 * kSlot, kSlot, false);
   const int seals = ::fcntl(arena.fd(), F_GET_SEALS);
   REQUIRE(seals >= 0);
   CHECK((seals & F_SEAL_SHRINK) != 0);
@@ -120,7 +120,7 @@ TEST_CASE("peers can map the arena, and nobody can change its size") {
 
 TEST_CASE("an arena that does not hold one slot names both sizes and both knobs") {
   try {
-    Arena arena(kSlot - 1, kSlot, false);
+    Arena arena(Arena::kShared, kSlot - 1, kSlot, false);
     FAIL("nothing was thrown");
   } catch (const Error& error) {
     const std::string text = error.what();
@@ -138,7 +138,7 @@ TEST_CASE("an arena that cannot be locked names the limit and how to raise it") 
     if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "no limit";
     if (::geteuid() == 0 && ::setresuid(65534, 65534, 65534) != 0) return "no limit";
     try {
-      Arena arena(4u << 20, kSlot, true);
+      Arena arena(Arena::kShared, 4u << 20, kSlot, true);
     } catch (const Error& error) {
       return std::string(status_name(error.code())) + ": " + error.what();
     }
@@ -157,7 +157,7 @@ TEST_CASE("an arena that cannot be locked names the limit and how to raise it") 
 TEST_CASE("an arena that can be locked is") {
   const std::string text = in_child([]() -> std::string {
     try {
-      Arena arena(2 * kSlot, kSlot, true);
+      Arena arena(Arena::kShared, 2 * kSlot, kSlot, true);
       arena.slot(1)[0] = std::byte{1};
       return "locked";
     } catch (const Error& error) {
@@ -172,7 +172,7 @@ TEST_CASE("an arena for which there is no descriptor says so") {
     const rlimit none{0, 0};
     if (::setrlimit(RLIMIT_NOFILE, &none) != 0) return "no limit";
     try {
-      Arena arena(kSlot, kSlot, false);
+      Arena arena(Arena::kShared, kSlot, kSlot, false);
     } catch (const Error& error) {
       return std::string(status_name(error.code())) + ": " + error.what();
     }

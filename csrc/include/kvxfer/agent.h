@@ -33,7 +33,7 @@ struct AgentOptions {
   // The same two where the transport copies through sockets: what is under way should stay in the
   // caches of both cores (docs/transports.md).
   uint32_t copied_chunk_bytes = 512u << 10;
-  uint32_t copied_window = 3;
+  uint32_t copied_window = 4;
   uint32_t threads = 1;                // that pack and unpack
   uint32_t bulk_threads = 1;           // that serve data streams
   uint32_t inline_bytes = 128u << 10;  // chunks up to this are packed without a change of thread
