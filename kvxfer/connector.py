@@ -60,8 +60,10 @@ def connect(
             f"agent {name!r} at {address} did not finish the handshake within "
             f"{config.handshake_timeout} s"
         ) from None
-    except HandshakeError:
-        raise
+    except HandshakeError as error:
+        if repr(name) in str(error):
+            raise
+        raise HandshakeError(f"{name!r} at {address}: {error}", error.status) from error
     except ResourceError as error:
         raise HandshakeError(str(error), Status.NO_RESOURCES) from error
     except Error as error:

@@ -209,7 +209,12 @@ class Listener:
             if not session.complete.wait(deadline.remaining()):
                 return
             if transport == "tcp":
-                self._attach_tcp(connection, session)
+                try:
+                    self._attach_tcp(connection, session)
+                except Error:
+                    # Closing, most likely. The consumer's core has the link already: a frame of the
+                    # handshake would make no sense to it, the end of the connection does.
+                    return
         finally:
             with self._lock:
                 self._sessions.pop(name, None)

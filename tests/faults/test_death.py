@@ -115,6 +115,7 @@ def test_other_producers_are_not_concerned(process_transport: str) -> None:
         ticket = child.call("offer", "cache", range(32), TOKENS, ready=False)
         offer = living.offer(source.cache, range(32), TOKENS, ready=False)
         lost = decode.fetch(ticket, doomed.cache, range(32), timeout=LONG)
+        until(lambda: child.call("stats")["serving"] == 1)
         fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
         offer.mark_ready(0)
         child.kill()
@@ -221,6 +222,7 @@ def test_a_stopped_consumer_is_lost_by_its_silence(process_transport: str) -> No
         child.call("cache", "cache", SIDE)
         offer = prefill.offer(source.cache, range(32), TOKENS, lease=1.0, ready=False)
         child.call("fetch", "f", offer.ticket, "cache", range(32))
+        until(lambda: prefill.stats.serving == 1)
         offer.mark_ready(0)
         child.stop()
         assert offer.wait(LONG) is Status.EXPIRED
@@ -269,6 +271,7 @@ def test_a_thread_that_holds_the_gil_does_not_delay_a_transfer(
                 target = Paged(SIDE)
                 decode.register(target.cache)
                 decode.connect("prefill", ticket["agents"][0]["address"])
+                until(lambda: child.call("stats")["peers"] == 1)
                 child.send("hold_gil")
                 child.wait_until_gil_is_held()
                 decode.fetch(ticket, target.cache, range(32), timeout=LONG).wait()
