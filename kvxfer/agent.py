@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -201,6 +202,7 @@ class Agent:
             Blocks out of range or too few, an id in use, a cache that is not registered.
         """
         _check_seconds("lease", lease)
+        consumers = index(consumers)
         if not 1 <= consumers < 1 << 32:
             raise InvalidError(f"consumers is {consumers}: an offer is for at least one")
         if ticket is None:
@@ -291,7 +293,7 @@ class Agent:
                 f"of {layout.model!r}"
             )
         begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
-        slot = begin % layout.block_size if first_slot is None else first_slot
+        slot = begin % layout.block_size if first_slot is None else index(first_slot)
         if not 0 <= slot < layout.block_size:
             raise InvalidError(f"first_slot is {slot}, a block has {layout.block_size} slots")
         table = _core.BlockTable(blocks, begin, slot)
@@ -456,8 +458,8 @@ def _token_range(tokens: slice | None, first: int, count: int) -> tuple[int, int
     if tokens is not None:
         if tokens.step not in (None, 1):
             raise InvalidError(f"tokens={tokens} has a step: only runs of tokens can be fetched")
-        begin = begin if tokens.start is None else int(tokens.start)
-        end = end if tokens.stop is None else int(tokens.stop)
+        begin = begin if tokens.start is None else index(tokens.start)
+        end = end if tokens.stop is None else index(tokens.stop)
     if begin < first or end > first + count or begin >= end:
         raise InvalidError(
             f"tokens [{begin}, {end}) were asked for, on offer are [{first}, {first + count})"

@@ -14,6 +14,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from kvxfer.errors import TicketError
@@ -104,6 +105,8 @@ def issue_ticket(
     secret
         The agents' shared secret, if they have one.
     """
+    # NumPy's integers are as good as others, but JSON cannot carry them; 1.5 is none.
+    num_tokens, first_token = index(num_tokens), index(first_token)
     if not offer_id or num_tokens < 1 or first_token < 0 or not agents:
         raise TicketError("a ticket needs an offer id, at least one token and at least one agent")
     if first_token + num_tokens > _MAX_TOKEN:
@@ -122,7 +125,7 @@ def issue_ticket(
                 "address": agent.address,
                 "incarnation": None if agent.incarnation is None else f"{agent.incarnation:016x}",
                 "layers": None if agent.layers is None else list(agent.layers),
-                "heads": None if agent.heads is None else list(agent.heads),
+                "heads": None if agent.heads is None else [index(head) for head in agent.heads],
             }
             for agent in agents
         ],
@@ -167,7 +170,8 @@ def parse_ticket(ticket: object, secret: str | None) -> ParsedTicket:
 
 
 def _take_apart(ticket: Ticket) -> ParsedTicket:
-    first_token, num_tokens = (int(value) for value in ticket["tokens"])
+    json.dumps(ticket, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    first_token, num_tokens = (index(value) for value in ticket["tokens"])
     generation = bytes.fromhex(ticket["generation"])
     agents = tuple(
         AgentRef(
@@ -177,7 +181,7 @@ def _take_apart(ticket: Ticket) -> ParsedTicket:
             layers=None if agent["layers"] is None else tuple(agent["layers"]),
             heads=None
             if agent["heads"] is None
-            else (int(agent["heads"][0]), int(agent["heads"][1])),
+            else (index(agent["heads"][0]), index(agent["heads"][1])),
         )
         for agent in ticket["agents"]
     )

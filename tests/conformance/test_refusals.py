@@ -190,6 +190,8 @@ def test_tokens_that_are_not_on_offer(sides: Sides, tokens: tuple[int, int]) -> 
         sides.decode.fetch(offer.ticket, target.cache, range(5), tokens=slice(*tokens))
     with pytest.raises(kvxfer.InvalidError, match="step"):
         sides.decode.fetch(offer.ticket, target.cache, range(4), tokens=slice(0, 8, 2))
+    with pytest.raises(TypeError, match="integer"):
+        sides.decode.fetch(offer.ticket, target.cache, range(4), tokens=slice(0, 8.5))
     offer.release()
 
 

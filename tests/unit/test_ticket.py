@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,18 @@ def test_generations_are_drawn_anew() -> None:
 def test_what_cannot_be_issued(changes: dict[str, object], words: str) -> None:
     with pytest.raises(kvxfer.TicketError, match=words):
         issue(**changes)
+
+
+def test_integers_of_numpy_are_integers_and_floats_are_none() -> None:
+    ranks = [kvxfer.AgentRef(name="a", address="h:1", heads=(np.int32(0), np.int64(4)))]
+    numbers = {"num_tokens": np.int64(700), "first_token": np.uint32(64)}
+    ticket = json.loads(json.dumps(kvxfer.issue_ticket("r", ranks, **numbers)))
+    parsed = parse_ticket(ticket, None)
+    assert (parsed.num_tokens, parsed.first_token) == (700, 64)
+    assert parsed.agents[0].heads == (0, 4)
+    for change in ({"num_tokens": 1.5}, {"first_token": 0.5}, {"num_tokens": "7"}):
+        with pytest.raises(TypeError, match="interpreted as an integer"):
+            issue(**change)
 
 
 def test_a_ticket_needs_an_id_and_agents() -> None:
@@ -168,6 +181,10 @@ def resigned(ticket: kvxfer.Ticket) -> kvxfer.Ticket:
         {"agents": [{**issue()["agents"][0], "heads": [1]}]},
         {"agents": [{**issue()["agents"][0], "heads": "ab"}]},
         {"agents": [{**issue()["agents"][0], "layers": 5}]},
+        {"agents": [{**issue()["agents"][0], "name": "\ud800"}]},
+        {"agents": [{**issue()["agents"][0], "heads": [0, 1.5]}]},
+        {"offer": "\ud800"},
+        {"tokens": [0, 1.5]},
     ],
     ids=str,
 )
