@@ -8,7 +8,7 @@ import weakref
 from kvxfer import _core
 from kvxfer.config import Config
 from kvxfer.connector import connect
-from kvxfer.errors import ClosedError, HandshakeError, Status
+from kvxfer.errors import ClosedError, HandshakeError, ResourceError, Status
 from kvxfer.handshake import Identity
 from kvxfer.ticket import AgentRef
 
@@ -65,10 +65,16 @@ class Peers:
         dialling = self._dialling.get(agent)
         if dialling is not None and self._core.peer_alive(dialling.id):
             return dialling
-        peer = self._dialling[agent] = Peer(self._core.add_peer(agent.name))
-        threading.Thread(
-            target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
-        ).start()
+        peer = Peer(self._core.add_peer(agent.name))
+        try:
+            threading.Thread(
+                target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
+            ).start()
+        except RuntimeError as error:
+            message = f"connecting to {agent.name!r}: {error}; check the limit on threads"
+            self._core.fail_peer(peer.id, Status.NO_RESOURCES.value, message)
+            raise ResourceError(message) from error
+        self._dialling[agent] = peer  # its thread ends by taking the lock, which our caller holds
         return peer
 
     def attach_loopback(self, producer: Peers, faults: _core.LoopbackFaults) -> None:
@@ -98,15 +104,18 @@ class Peers:
             peer.failure = error
         except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
             peer.failure = HandshakeError(f"connecting to {agent.name!r}: {error}")
-        with self._lock:  # a fetch that was given this peer is in the core before it fails there
-            if self._dialling.get(agent) is peer:
-                del self._dialling[agent]
-            if peer.failure is None:
-                self._forget_lost()
-                self._connected[(agent.address, agent.name)] = peer
-            else:
-                self._fail(peer, peer.failure)
-        peer.settled.set()
+        try:
+            # With the lock a fetch that was given this peer is in the core before it fails there.
+            with self._lock:
+                if self._dialling.get(agent) is peer:
+                    del self._dialling[agent]
+                if peer.failure is None:
+                    self._forget_lost()
+                    self._connected[(agent.address, agent.name)] = peer
+                else:
+                    self._fail(peer, peer.failure)
+        finally:
+            peer.settled.set()
 
     def _forget_lost(self) -> None:
         for key, peer in list(self._connected.items()):

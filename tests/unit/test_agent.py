@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kvtest import wire
-from kvtest.agents import LONG, SMALL, consumer, pair, producer
+from kvtest.agents import LONG, SMALL, consumer, pair, producer, until
 from kvtest.caches import Geometry, Paged
 from kvtest.child import Child, ChildError
 
@@ -174,7 +174,7 @@ def test_the_end_of_one_side_is_told_to_the_other(transport: str, closing: str) 
         decode.register(target.cache)
         offer = prefill.offer(source.cache, range(4), 64, ready=False)
         fetch = decode.fetch(offer.ticket, target.cache, range(4))
-        decode.connect("prefill", prefill.address)
+        until(lambda: prefill.stats.serving == 1)
         (prefill if closing == "prefill" else decode).close()
         with pytest.raises(kvxfer.TransferError) as caught:
             fetch.wait(LONG)
@@ -315,6 +315,29 @@ def test_no_more_descriptors() -> None:
         child.call("fetch", "f", late, "cache", range(4))
         assert child.call("wait_fetch", "f") == ("OK", "")
         assert late_offer.wait(LONG) is kvxfer.Status.OK
+
+
+def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fetch that would connect says so, and the next one connects."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "kvxfer-connect":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pair("tcp") as (prefill, decode):
+        source, target = Paged(SIDE, 1), Paged(SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, range(4), 64)
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(kvxfer.ResourceError, match="'prefill'.*new thread.*limit on threads"):
+            decode.fetch(offer.ticket, target.cache, range(4))
+        assert decode.stats.peers == 0
+        monkeypatch.setattr(threading.Thread, "start", start)
+        decode.fetch(offer.ticket, target.cache, range(4)).wait(LONG)
+        assert target.same_as(source)
 
 
 def nobody() -> kvxfer.Ticket:
