@@ -65,7 +65,10 @@ class Identity:
 
     @staticmethod
     def of(frame: Frame) -> Identity:
-        return Identity(str(frame["name"]), int(frame["incarnation"], 16))
+        incarnation = int(frame["incarnation"], 16)
+        if not 0 <= incarnation < 1 << 64:
+            raise ValueError(f"incarnation {frame['incarnation']!r:.80} has more than 64 bits")
+        return Identity(str(frame["name"]), incarnation)
 
 
 class Deadline:
@@ -106,6 +109,8 @@ def recv_frame(sock: socket.socket, deadline: Deadline) -> Frame:
         raise HandshakeError(f"not a kvxfer agent: its first frame claims {size} bytes")
     try:
         frame = json.loads(_recv_exactly(sock, size, deadline))
+        # Half a surrogate pair is JSON, but no text that the core could take.
+        json.dumps(frame, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise HandshakeError("not a kvxfer agent: its frame is not JSON") from None
     if not isinstance(frame, dict):

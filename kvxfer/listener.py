@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import secrets
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 
 from kvxfer import _core
 from kvxfer.config import Config
 from kvxfer.connector import offered_transports
-from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError
+from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError, Status
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -31,8 +33,12 @@ from kvxfer.handshake import (
     split_address,
 )
 
-# At once; more are turned away, so that nobody can fill the process with threads.
-_MAX_HANDSHAKES = 64
+# Connections at once; more are turned away, so that nobody can fill the process with threads.
+_MAX_HANDSHAKES = 256
+# Of these, consumers, whose handshake ends when their data connections have come: so there must be
+# room for those.
+_MAX_CONSUMERS = 192
+_PATIENCE = 0.2  # seconds that a connection waits for its turn
 _MAX_STREAMS = 64
 _MAX_ARENA = 1 << 46  # bytes; more than any address space here
 
@@ -45,6 +51,7 @@ class _Session:
     key: bytes
     why: str
     streams: dict[int, socket.socket] = field(default_factory=dict)
+    claimed: set[int] = field(default_factory=set)  # streams that have come
     expected: int = 0
     complete: threading.Event = field(default_factory=threading.Event)
 
@@ -79,6 +86,7 @@ class Listener:
         self._sessions: dict[str, _Session] = {}
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
+        self._consumers = threading.Semaphore(_MAX_CONSUMERS)
         self._tcp = self._bind(host, port)
         try:
             bound = self._tcp.getsockname()[1]
@@ -145,10 +153,13 @@ class Listener:
     def _take(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:
-            return  # it has gone again, or no descriptors are left: the next one may fare better
+        except OSError as error:
+            # It has gone again; or no descriptors are left, and it keeps waiting.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(_PATIENCE)
+            return
         closed_on_fork(connection)
-        if not self._slots.acquire(blocking=False):
+        if not self._slots.acquire(timeout=_PATIENCE):
             connection.close()
             return
         serve = threading.Thread(
@@ -183,7 +194,16 @@ class Listener:
         elif hello["kind"] == "data":
             self._take_stream(connection, hello, deadline)
         elif hello["kind"] == "peer":
-            self._take_peer(connection, hello, deadline)
+            if not self._consumers.acquire(blocking=False):
+                raise HandshakeError(
+                    f"agent {self._identity.name!r} is busy: {_MAX_CONSUMERS} consumers are "
+                    "connecting at this moment; try again",
+                    Status.NO_RESOURCES,
+                )
+            try:
+                self._take_peer(connection, hello, deadline)
+            finally:
+                self._consumers.release()
 
     def _take_peer(self, connection: socket.socket, hello: Frame, deadline: Deadline) -> None:
         if hello["kvxfer"] != PROTOCOL:
@@ -276,10 +296,11 @@ class Listener:
         peer = self._core.add_peer(session.peer.name)
         try:
             send_frame(connection, {"ok": True}, deadline)
+            handed_over = os.dup(arena_fd)  # may fail: before the socket has no owner but the core
             self._core.attach_shm(
                 peer=peer,
                 control_fd=connection.detach(),
-                arena_fd=os.dup(arena_fd),
+                arena_fd=handed_over,
                 arena_bytes=arena_bytes,
                 incarnation=session.peer.incarnation,
                 inbound=True,
@@ -295,11 +316,13 @@ class Listener:
         session = self._session(hello, f"data{index}")
         if not 0 <= index < session.expected:
             raise HandshakeError(f"data stream {index} was not expected")
+        with self._lock:
+            if index in session.claimed:
+                raise HandshakeError(f"data stream {index} came twice")
+            session.claimed.add(index)
         send_frame(connection, {"ok": True}, deadline)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
-            if index in session.streams:
-                raise HandshakeError(f"data stream {index} came twice")
             session.streams[index] = closed_on_fork(socket.socket(fileno=connection.detach()))
             if len(session.streams) == session.expected:
                 session.complete.set()
