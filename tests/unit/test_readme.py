@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import kvxfer
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -36,6 +39,16 @@ def test_the_example_runs(programs):
         assert prefill.wait(30) == 0
     assert f"bytes={700 * 2 * 2 * 8 * 128 * 2}," in decode.stdout
     assert "transport='shm'" in decode.stdout
+
+
+def test_defaults_are_as_the_pages_say():
+    pages = README.read_text(), (README.parent / "docs/architecture.md").read_text()
+    default = {field.name: field.default_factory() for field in dataclasses.fields(kvxfer.Config)}
+    chunk = f"{default['chunk_bytes'] >> 20} MiB"
+    tcp_chunk = f"{default['tcp_chunk_bytes'] >> 10} KiB"
+    assert f"chunks of up to {chunk} ({tcp_chunk} over TCP)" in pages[0]
+    assert f"`arena_bytes`, {default['arena_bytes'] >> 20} MiB" in pages[0]
+    assert f"`chunk_bytes` ({chunk}), over TCP up to `tcp_chunk_bytes` ({tcp_chunk})" in pages[1]
 
 
 def test_links_to_files_lead_somewhere():
