@@ -270,8 +270,9 @@ def test_a_thread_that_holds_the_gil_does_not_delay_a_transfer(
             with consumer(process_transport) as decode:
                 target = Paged(SIDE)
                 decode.register(target.cache)
-                decode.connect("prefill", ticket["agents"][0]["address"])
-                until(lambda: child.call("stats")["peers"] == 1)
+                # The handshake is Python, and has to be over on both sides.
+                first = child.call("offer", "cache", [0], 16)
+                decode.fetch(first, target.cache, [0], timeout=LONG).wait()
                 child.send("hold_gil")
                 child.wait_until_gil_is_held()
                 decode.fetch(ticket, target.cache, range(32), timeout=LONG).wait()
