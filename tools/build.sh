@@ -48,10 +48,12 @@ if [[ $tests == ON ]] && ! grep -qs '^KVXFER_BUILD_TESTS:BOOL=ON' "$dir/CMakeCac
 fi
 if ! [[ -f $dir/build.ninja && -f $dir/asked && "$(<"$dir/asked")" == "$asked" ]]; then
   say "configuring $dir"
-  # CMake can't change the compiler of a tree that exists.
-  if [[ -f $dir/CMakeCache.txt ]] && ! grep -qF "CMAKE_CXX_COMPILER:FILEPATH=$CXX" "$dir/CMakeCache.txt" &&
-    ! grep -qF "CMAKE_CXX_COMPILER:STRING=$CXX" "$dir/CMakeCache.txt"; then
-    rm -rf "$dir/CMakeCache.txt" "$dir/CMakeFiles"
+  # CMake can change neither the compiler nor the place of a tree that exists.
+  cache=$dir/CMakeCache.txt
+  if [[ -f $cache ]] &&
+    ! { grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$(pwd -P)" "$cache" &&
+      grep -qxF -e "CMAKE_CXX_COMPILER:FILEPATH=$CXX" -e "CMAKE_CXX_COMPILER:STRING=$CXX" "$cache"; }; then
+    rm -rf "$cache" "$dir/CMakeFiles"
   fi
   rm -f "$dir/asked"
   run_logged "$dir/configure.log" cmake -S . -B "$dir" -G Ninja "${options[@]}"
