@@ -18,6 +18,8 @@ SIDE = Geometry(layers=tuple("abcd"), content=64, num_blocks=32)
 TOKENS = 32 * 16
 # One layer in many chunks through few slots: a kill meets every stage of a transfer.
 BUSY = {"arena_bytes": 32 << 10, "chunk_bytes": 8 << 10}
+# For peers of those that give up early: they must not fall silent while they are well.
+ALIVE = {"heartbeat_interval": 0.1}
 
 
 def rest(seconds: float) -> None:
@@ -165,7 +167,7 @@ def test_a_stopped_producer_is_lost_by_its_silence(process_transport: str) -> No
     """Its slots come back only when nothing can be written into them any more."""
     beat = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5}
     with consumer(process_transport, **BUSY, **beat) as decode, Child() as child:
-        child.call("start", "prefill", process_transport, listen="", **BUSY)
+        child.call("start", "prefill", process_transport, listen="", **BUSY, **ALIVE)
         child.call("cache", "cache", SIDE, 1)
         target = Paged(SIDE)
         decode.register(target.cache)
@@ -218,7 +220,7 @@ def test_a_stopped_consumer_is_lost_by_its_silence(process_transport: str) -> No
     with producer(process_transport, **BUSY, **beat) as prefill, Child() as child:
         source = Paged(SIDE, 1)
         prefill.register(source.cache)
-        child.call("start", "decode", process_transport, **BUSY)
+        child.call("start", "decode", process_transport, **BUSY, **ALIVE)
         child.call("cache", "cache", SIDE)
         offer = prefill.offer(source.cache, range(32), TOKENS, lease=1.0, ready=False)
         child.call("fetch", "f", offer.ticket, "cache", range(32))
@@ -241,7 +243,7 @@ def test_a_stopped_consumer_is_lost_by_its_silence(process_transport: str) -> No
 def test_a_process_that_was_stopped_itself_starts_afresh(process_transport: str) -> None:
     """After SIGCONT the peers' words wait unread: their silence is not to be held against them."""
     beat = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5}
-    with producer(process_transport) as prefill, Child() as child:
+    with producer(process_transport, **ALIVE) as prefill, Child() as child:
         source = Paged(SIDE, 1)
         prefill.register(source.cache)
         child.call("start", "decode", process_transport, **beat)
