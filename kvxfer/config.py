@@ -51,8 +51,8 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "arena_bytes": (4096, 1 << 46),
     "chunk_bytes": (4096, 1 << 30),
     "tcp_chunk_bytes": (4096, 1 << 30),
-    "window": (1, 1 << 20),
-    "tcp_window": (1, 1 << 20),
+    "window": (1, 1 << 16),  # slots in one message
+    "tcp_window": (1, 1 << 16),
     "threads": (1, 1024),
     "tcp_threads": (1, 1024),
     "tcp_streams": (1, 64),
