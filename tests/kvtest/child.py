@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -39,7 +38,7 @@ class Server:
     """What a child can do. Caches, offers and fetches are kept by the names the parent gives."""
 
     def __init__(self, gil: int) -> None:
-        self.gil = gil  # a pipe's end: says that the GIL is about to be held
+        self.gil = gil  # a socket on which the holding of the GIL is agreed on
         self.agent: kvxfer.Agent | None = None
         self.caches: dict[str, Paged] = {}
         self.offers: dict[str, kvxfer.Offer] = {}
@@ -98,17 +97,14 @@ class Server:
         return {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
 
     def hold_gil(self) -> None:
-        """Keep every Python thread of this process from running until `SIGUSR1` comes."""
+        """Keep every Python thread of this process from running until the parent says so."""
         # Functions called through PyDLL keep the GIL, and between them it is not given away either:
         # from the write on, which the parent waits for, no other thread runs.
-        signals = ctypes.create_string_buffer(128)
-        libc = ctypes.PyDLL(None)
-        libc.sigemptyset(signals)
-        libc.sigaddset(signals, int(signal.SIGUSR1))
+        libc, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1000.0)
-        libc.write(self.gil, b"\1", 1)
-        libc.sigwait(signals, ctypes.byref(ctypes.c_int()))
+        libc.write(self.gil, byte, 1)
+        libc.read(self.gil, byte, 1)
         sys.setswitchinterval(interval)
 
     def limit(self, what: str, value: int) -> None:
@@ -163,13 +159,13 @@ class Child:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self._pipe: Connection = ours
-        self._gil, gil = os.pipe()
-        with theirs, os.fdopen(gil, "wb"):
+        self._gil, gil = socket.socketpair()
+        with theirs, gil:
             tests = str(Path(__file__).parents[1])
             path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtest.child", str(theirs.fileno()), str(gil)],
-                pass_fds=[theirs.fileno(), gil],
+                [sys.executable, "-m", "kvtest.child", str(theirs.fileno()), str(gil.fileno())],
+                pass_fds=[theirs.fileno(), gil.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
 
@@ -195,8 +191,13 @@ class Child:
 
     def wait_until_gil_is_held(self) -> None:
         """Behind `send("hold_gil")`: return when no Python thread of the child can run."""
-        assert select.select([self._gil], [], [], LONG)[0]
-        os.read(self._gil, 1)
+        self._gil.settimeout(LONG)
+        self._gil.recv(1)
+
+    def let_gil_go(self) -> None:
+        """End `hold_gil`."""
+        self._gil.send(b"\0")
+        self.result()
 
     def gil_is_held(self) -> bool:
         """Whether it still is: the call has not returned."""
@@ -214,14 +215,11 @@ class Child:
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._gil)
+        self._gil.close()
         self._pipe.close()  # a child whose pipe has ended closes its agent and exits
         with contextlib.suppress(ProcessLookupError):
             self.resume()
@@ -233,8 +231,6 @@ class Child:
 
 
 def serve(pipe: Connection, gil: int) -> None:
-    # Threads inherit it: the signal waits for hold_gil().
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     server = Server(gil)
     while True:
         try:
