@@ -153,7 +153,10 @@ class Config:
         "KVXFER_HEARTBEAT_INTERVAL", 1.0, "seconds", "between signs of life, which renew leases"
     )
     heartbeat_timeout: float = _knob(
-        "KVXFER_HEARTBEAT_TIMEOUT", 10.0, "seconds", "of silence after which a peer counts as lost"
+        "KVXFER_HEARTBEAT_TIMEOUT",
+        10.0,
+        "seconds",
+        "of silence after which a peer is lost; well above every peer's heartbeat_interval",
     )
     handshake_timeout: float = _knob(
         "KVXFER_HANDSHAKE_TIMEOUT", 5.0, "seconds", "for connecting to a peer, all steps together"

@@ -159,6 +159,8 @@ void Agent::close() {
   core.peers.clear();
   core.hungry.clear();
   core.serve_queue.clear();
+  core.writing.clear();
+  core.staging.reset();
   core.arena.reset();
   core.slots.clear();
 }

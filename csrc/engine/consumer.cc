@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <cstdio>
+#include <set>
 #include <utility>
 
 #include "engine/core.h"
@@ -20,14 +20,17 @@ uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
   if (!part.peer->link->one_sided())
     most = std::min<uint64_t>(most, core.options.copied_chunk_bytes);
   const uint64_t share = (part.wire_bytes / core.options.window + 4095) / 4096 * 4096;
-  return static_cast<uint32_t>(std::min(most, std::max<uint64_t>(kMinChunk, share)));
+  uint64_t row = 0;  // the least that a chunk must hold
+  for (const PlaneSpec& plane : part.fetch->cache->layout.planes) {
+    row = std::max(row, plane.content * element_bytes(part.fetch->cache->layout.element));
+  }
+  return static_cast<uint32_t>(std::min(most, std::max({uint64_t{kMinChunk}, share, row})));
 }
 
-uint64_t part_bytes(const FetchState& fetch, const FetchPart& part) {
-  uint64_t row_elements = 0;
-  for (const PlaneSpec& plane : fetch.cache->layout.planes) row_elements += plane.content;
-  return part.layers.size() * uint64_t{part.head_end - part.head_begin} * fetch.spec.num_tokens *
-         row_elements * element_bytes(fetch.cache->layout.element);
+// A report on several parts names everything once.
+void add_distinct(std::string& list, const std::string& text) {
+  if ((", " + list + ", ").find(", " + text + ", ") != std::string::npos) return;
+  list += (list.empty() ? "" : ", ") + text;
 }
 
 void free_slot(AgentCore& core, uint32_t slot) {
@@ -131,35 +134,25 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   core.events.push(fetch->handle);
 }
 
+// The whole fetch has arrived: every producer hears DONE once, however many parts it answered,
+// since an offer counts them. Not before, or a fetch that then fails could not be tried again.
+void succeed(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  fetch->ending = true;
+  std::set<PeerId> told;
+  for (const auto& part : fetch->parts) {
+    const auto word =
+        told.insert(part->peer->id).second ? wire::MessageType::kDone : wire::MessageType::kCancel;
+    part->peer->link->send(wire::encode_fetch_id(word, part->id));
+  }
+  complete(core, fetch);
+}
+
 void complete_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   const auto fetch = part->fetch;
   part->done = true;
-  part->peer->link->send(wire::encode_fetch_id(wire::MessageType::kDone, part->id));
   part->peer->parts.erase(part->id);
   reclaim_granted(core, *part, /*exposed=*/false);  // what the producer did not need
-  if (--fetch->parts_left == 0) {
-    fetch->ending = true;
-    complete(core, fetch);
-  }
-}
-
-// How far a fetch got, for the message of a time-out.
-std::string progress(const FetchState& fetch) {
-  for (const auto& part : fetch.parts) {
-    if (part->done) continue;
-    const std::string who = "'" + part->peer->name + "'";
-    if (part->peer->state == Peer::kConnecting) return "still connecting to " + who;
-    if (part->peer->state == Peer::kGreeting)
-      return "connected to " + who + ", which has not said HELLO yet";
-    if (part->accepted && part->slots.empty() && part->wanted > part->granted)
-      return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
-             "at once)";
-    if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
-    const auto chunks = part->bounds.size() - 1;
-    return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) +
-           " chunks arrived from " + who;
-  }
-  return "all parts arrived";
+  if (--fetch->parts_left == 0) succeed(core, fetch);
 }
 
 // Whether the slot that a commit names was granted for its fetch, and nothing has come into it yet.
@@ -226,15 +219,15 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
   FetchReport& report = part->fetch->report;
-  report.transport = peer.link->transport();
-  report.link = peer.link->describe();
-  report.why = peer.why;
+  add_distinct(report.transport, peer.link->transport());
+  add_distinct(report.link, peer.link->describe());
+  add_distinct(report.why, peer.why);
   // While there are plenty, slots go along with the question, which saves a round trip. They are
   // not worth waiting for: the offer may not be there for a long time.
   const uint64_t chunks = (part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
   std::vector<uint32_t> slots;
   while (slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
-         core.arena->num_free() > core.arena->num_slots() / 2) {
+         core.arena->num_free() > std::max(1u, core.arena->num_slots() / 2)) {
     slots.push_back(grant_slot(core, *part));
   }
   send_fetch(core, *part, slots);
@@ -301,7 +294,7 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   part->chunks_left = chunks;
   part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
-  part->fetch->report.wire_order = letters;
+  add_distinct(part->fetch->report.wire_order, letters);
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
   // an old NaN there.
   const uint32_t used = (fetch.spec.table.first_slot + fetch.spec.num_tokens) % layout.block_size;
@@ -347,11 +340,12 @@ void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Statu
   fetch->ending = true;
   fetch->status = std::move(status);
   for (const auto& part : fetch->parts) {
-    if (part->done) continue;
-    part->done = true;
     Peer& peer = *part->peer;
-    const bool told = part->sent && peer.state == Peer::kReady;
-    if (told) peer.link->send(wire::encode_fetch_id(wire::MessageType::kCancel, part->id));
+    // Also where a part has arrived: its producer waits for DONE.
+    if (part->sent && peer.state == Peer::kReady) {
+      peer.link->send(wire::encode_fetch_id(wire::MessageType::kCancel, part->id));
+    }
+    if (std::exchange(part->done, true)) continue;
     // A peer that writes without asking us may still do so until it acknowledges or is gone.
     reclaim_granted(core, *part, part->sent && peer.link && peer.link->one_sided());
     peer.parts.erase(part->id);
@@ -454,144 +448,6 @@ void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
   }
   // Here, on the receiving thread: the bytes are in this core's cache.
   unpack_chunk(*core, part, commit);
-}
-
-Fetch Agent::fetch(const FetchSpec& spec) {
-  AgentCore& core = *core_;
-  core.check_fork();
-  Guard guard(core);
-  core.check_open();
-  const auto invalid = [&](const std::string& what) -> Error {
-    return Error(StatusCode::kInvalid, "fetch of offer '" + spec.offer_id + "': " + what);
-  };
-  const auto cache = core.caches.find(spec.cache);
-  if (cache == core.caches.end())
-    throw invalid("the cache is not registered with agent '" + core.options.name + "'");
-  const CacheLayout& layout = cache->second->layout;
-  const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
-  if (spec.num_tokens == 0 || token_end > UINT32_MAX)
-    throw invalid("it asks for no tokens, or for too many");
-  if (spec.offer_id.empty() || spec.offer_id.size() > wire::kMaxName) {
-    throw invalid("an offer's id has 1 to " + std::to_string(wire::kMaxName) + " bytes");
-  }
-  if (spec.parts.empty()) throw invalid("it names no producer");
-  if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
-  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
-                      /*unique=*/true);
-  for (const FetchPart& part : spec.parts) {
-    if (!core.peers.contains(part.peer)) {
-      throw Error(StatusCode::kPeerLost, "fetch of offer '" + spec.offer_id + "': peer " +
-                                             std::to_string(part.peer) +
-                                             " is not connected (any more)");
-    }
-    if (part.layers.empty() || part.head_begin >= part.head_end ||
-        part.head_begin < layout.first_head ||
-        part.head_end > layout.first_head + layout.num_heads) {
-      throw invalid("heads [" + std::to_string(part.head_begin) + ", " +
-                    std::to_string(part.head_end) + ") are not in the cache, which holds [" +
-                    std::to_string(layout.first_head) + ", " +
-                    std::to_string(layout.first_head + layout.num_heads) + ")");
-    }
-    for (uint32_t layer : part.layers) {
-      if (layer >= layout.layers.size())
-        throw invalid("layer " + std::to_string(layer) + " is not in the cache");
-    }
-  }
-  ensure_arena(core);
-
-  auto fetch = std::make_shared<FetchState>();
-  fetch->core = core_;
-  fetch->handle = core.next_handle++;
-  fetch->spec = spec;
-  fetch->cache = cache->second;
-  fetch->started = Clock::now();
-  fetch->parts_left = static_cast<uint32_t>(spec.parts.size());
-  fetch->report.path = "staged";
-  ++fetch->cache->users;
-  core.fetches[fetch->handle] = fetch;
-  set_timer(core, fetch->timer, fetch->started + to_duration(spec.timeout), [&core, fetch] {
-    char limit[32];
-    std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
-    fail_fetch(
-        core, fetch,
-        {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
-                                   limit + ": " + progress(*fetch)});
-  });
-  for (const FetchPart& spec_part : spec.parts) {
-    auto part = std::make_shared<Part>();
-    part->fetch = fetch;
-    part->peer = core.peers.at(spec_part.peer);
-    part->spec = spec_part;
-    part->wire_bytes = part_bytes(*fetch, spec_part);
-    fetch->parts.push_back(part);
-  }
-  const auto parts = fetch->parts;
-  for (const auto& part : parts) {
-    Peer& peer = *part->peer;
-    fetch->report.peers.push_back(peer.name);
-    if (peer.state == Peer::kClosing) {
-      fail_fetch(core, fetch, peer.failure);
-      break;
-    }
-    if (peer.state == Peer::kReady) {
-      start_part(core, part);
-    } else {
-      peer.pending.push_back(part);
-    }
-  }
-  grant_slots(core);
-  return Fetch(fetch);
-}
-
-uint64_t Fetch::handle() const { return state_->handle; }
-
-bool Fetch::done() const {
-  state_->core->check_fork();
-  Guard guard(*state_->core);
-  return state_->done;
-}
-
-Status Fetch::status() const {
-  state_->core->check_fork();
-  Guard guard(*state_->core);
-  return state_->status;
-}
-
-bool Fetch::wait(double timeout) const {
-  state_->core->check_fork();
-  Guard guard(*state_->core);
-  return state_->changed.wait_for(guard.lock(), to_duration(timeout), [&] { return state_->done; });
-}
-
-void Fetch::cancel() {
-  AgentCore& core = *state_->core;
-  core.check_fork();
-  Guard guard(core);
-  if (state_->done) return;
-  fail_fetch(
-      core, state_,
-      {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
-  // Only copies of single chunks are waited for, never a peer.
-  state_->changed.wait(guard.lock(), [&] { return state_->done; });
-}
-
-int Fetch::event_fd() {
-  state_->core->check_fork();
-  Guard guard(*state_->core);
-  if (!state_->event) {
-    state_->event = make_event();
-    if (state_->done) signal_event(state_->event);
-  }
-  return state_->event.get();
-}
-
-FetchReport Fetch::report() const {
-  state_->core->check_fork();
-  Guard guard(*state_->core);
-  FetchReport report = state_->report;
-  const TimePoint end = state_->done ? state_->ended : Clock::now();
-  report.seconds = std::chrono::duration<double>(end - state_->started).count();
-  return report;
 }
 
 }  // namespace kvxfer

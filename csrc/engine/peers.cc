@@ -223,7 +223,14 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
   peer->why = why;
   peer->state = Peer::kGreeting;
   peer->last_heard = Clock::now();
-  peer->link->start(*peer);
+  try {
+    peer->link->start(*peer);
+  } catch (...) {
+    // No on_closed() will come.
+    peer->link.reset();
+    peer->state = Peer::kConnecting;
+    throw;
+  }
   peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
                                core.options.slot_bytes}
                        .encode());

@@ -90,12 +90,12 @@ Generation generation_of(uint64_t number) {
   return generation;
 }
 
-AgentOptions options_of(const std::string& name, uint64_t incarnation) {
+AgentOptions options_of(const std::string& name, uint64_t incarnation, uint32_t slots = 16) {
   AgentOptions options;
   options.name = name;
   options.incarnation = incarnation;
-  options.arena_bytes = 1u << 20;
   options.slot_bytes = 64u << 10;
+  options.arena_bytes = uint64_t{slots} * options.slot_bytes;
   options.threads = 2;
   options.inline_bytes = 4096;
   options.heartbeat_interval = 0.05;
@@ -105,8 +105,9 @@ AgentOptions options_of(const std::string& name, uint64_t incarnation) {
 
 // A producer and a consumer, linked over the named transport.
 struct Pair {
-  explicit Pair(const std::string& transport, const LoopbackFaults& faults = {})
-      : producer(options_of("prefill", 1)), consumer(options_of("decode", 2)) {
+  explicit Pair(const std::string& transport, const LoopbackFaults& faults = {},
+                uint32_t slots = 16)
+      : producer(options_of("prefill", 1)), consumer(options_of("decode", 2, slots)) {
     to_producer = consumer.add_peer("prefill");
     const PeerId to_consumer = producer.add_peer("decode");
     std::shared_ptr<Link> ours, theirs;
@@ -377,6 +378,61 @@ TEST_CASE("engine: refusals say why") {
   REQUIRE(brief.wait(5));
   CHECK(brief.outcome().code == StatusCode::kExpired);
   CHECK(end_of(pair.fetch(to, target, blocks, 48, 5)) == StatusCode::kExpired);
+}
+
+TEST_CASE("engine: a fetch in two parts at one agent counts as one consumer") {
+  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+    CAPTURE(transport);
+    Pair pair(transport);
+    TestCache source(4, 40, 16, Order::kHeadMajor), target(4, 40, 16, Order::kTokenMajor);
+    source.fill(9);
+    const CacheId from = pair.producer.register_cache(source.layout);
+    const CacheId to = pair.consumer.register_cache(target.layout);
+    std::vector<uint32_t> blocks(30);
+    for (uint32_t i = 0; i < blocks.size(); ++i) blocks[i] = 2 + i;
+    for (uint64_t number = 1; number <= 10; ++number) {
+      target.poison();
+      const Offer offer = pair.offer(from, blocks, 480, number);
+      FetchSpec spec{"request-" + std::to_string(number),
+                     generation_of(number),
+                     to,
+                     {blocks, 0, 0},
+                     480,
+                     20,
+                     {}};
+      spec.parts = {{pair.to_producer, {0, 1, 2}, 0, 4},
+                    {pair.to_producer, {3}, 0, 2},
+                    {pair.to_producer, {3}, 2, 4}};
+      const Fetch fetch = pair.consumer.fetch(spec);
+      REQUIRE(fetch.wait(20));
+      REQUIRE_MESSAGE(fetch.status().ok(), fetch.status().message);
+      CHECK(fetch.report().transport == transport);
+      CHECK(same_tokens(source, blocks, target, blocks, 480));
+      CHECK(offer.wait(10));
+      CHECK(offer.outcome().ok());
+    }
+    CHECK(eventually([&] { return pair.producer.stats().serving == 0; }));
+  }
+}
+
+TEST_CASE("engine: a fetch that waits leaves the last slot to others") {
+  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+    CAPTURE(transport);
+    Pair pair(transport, {}, /*slots=*/1);
+    TestCache source(2, 40, 16, Order::kHeadMajor), target(2, 40, 16, Order::kTokenMajor);
+    source.fill(9);
+    const CacheId from = pair.producer.register_cache(source.layout);
+    const CacheId to = pair.consumer.register_cache(target.layout);
+    Fetch waiting = pair.fetch(to, target, {1, 2}, 32, 1);  // nobody offers it
+    const Offer slow = pair.offer(from, {3, 4}, 32, 2, /*ready=*/false);
+    Fetch layers = pair.fetch(to, target, {3, 4}, 32, 2);  // its layers never come
+    const Offer offer = pair.offer(from, {5, 6}, 32, 3);
+    const Fetch fetch = pair.fetch(to, target, {5, 6}, 32, 3);
+    REQUIRE(fetch.wait(20));
+    CHECK_MESSAGE(fetch.status().ok(), fetch.status().message);
+    waiting.cancel();
+    layers.cancel();
+  }
 }
 
 TEST_CASE("engine: the end of an agent ends what its peers wait for") {

@@ -32,7 +32,11 @@ class FrameSocket {
   // Has `handler` called on the loop when there is something to receive() or flush().
   void watch(EventLoop::Handler handler);
   // On the loop's thread only.
-  void unwatch() { loop_->remove(fd_.get()); }
+  void unwatch() {
+    loop_->remove(fd_.get());
+    const std::lock_guard lock(mutex_);
+    want_out_ = false;
+  }
 
   // Sends at once what the socket takes, from the calling thread, and queues the rest. Thread-safe.
   // A peer that has closed is no failure here: receive() finds that out, behind the last messages

@@ -75,7 +75,7 @@ class ShmLink final : public LinkBase {
   // Keeps the link alive until the producer's end comes, or the loop stops. On the control loop.
   void hold() {
     if (!watched_ || finished_ || std::exchange(held_, true)) return;
-    socket_.unwatch();
+    socket_.unwatch();  // and no longer for room to write, which a closing link does not use
     socket_.watch([self = shared_from_this(), this](uint32_t events) { on_ready(events); });
   }
 

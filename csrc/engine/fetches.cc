@@ -1,0 +1,176 @@
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+uint64_t part_bytes(const FetchState& fetch, const FetchPart& part) {
+  uint64_t row_elements = 0;
+  for (const PlaneSpec& plane : fetch.cache->layout.planes) row_elements += plane.content;
+  return part.layers.size() * uint64_t{part.head_end - part.head_begin} * fetch.spec.num_tokens *
+         row_elements * element_bytes(fetch.cache->layout.element);
+}
+
+// How far a fetch got, for the message of a time-out.
+std::string progress(const FetchState& fetch) {
+  for (const auto& part : fetch.parts) {
+    if (part->done) continue;
+    const std::string who = "'" + part->peer->name + "'";
+    if (part->peer->state == Peer::kConnecting) return "still connecting to " + who;
+    if (part->peer->state == Peer::kGreeting)
+      return "connected to " + who + ", which has not said HELLO yet";
+    if (part->accepted && part->slots.empty() && part->wanted > part->granted)
+      return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
+             "at once)";
+    if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
+    const auto chunks = part->bounds.size() - 1;
+    return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) +
+           " chunks arrived from " + who;
+  }
+  return "all parts arrived";
+}
+
+}  // namespace
+
+Fetch Agent::fetch(const FetchSpec& spec) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  const auto invalid = [&](const std::string& what) -> Error {
+    return Error(StatusCode::kInvalid, "fetch of offer '" + spec.offer_id + "': " + what);
+  };
+  const auto cache = core.caches.find(spec.cache);
+  if (cache == core.caches.end())
+    throw invalid("the cache is not registered with agent '" + core.options.name + "'");
+  const CacheLayout& layout = cache->second->layout;
+  const uint64_t token_end = uint64_t{spec.table.first_token} + spec.num_tokens;
+  if (spec.num_tokens == 0 || token_end > UINT32_MAX)
+    throw invalid("it asks for no tokens, or for too many");
+  if (spec.offer_id.empty() || spec.offer_id.size() > wire::kMaxName) {
+    throw invalid("an offer's id has 1 to " + std::to_string(wire::kMaxName) + " bytes");
+  }
+  if (spec.parts.empty()) throw invalid("it names no producer");
+  if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
+  spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
+                      /*unique=*/true);
+  for (const FetchPart& part : spec.parts) {
+    if (!core.peers.contains(part.peer)) {
+      throw Error(StatusCode::kPeerLost, "fetch of offer '" + spec.offer_id + "': peer " +
+                                             std::to_string(part.peer) +
+                                             " is not connected (any more)");
+    }
+    if (part.layers.empty() || part.head_begin >= part.head_end ||
+        part.head_begin < layout.first_head ||
+        part.head_end > layout.first_head + layout.num_heads) {
+      throw invalid("heads [" + std::to_string(part.head_begin) + ", " +
+                    std::to_string(part.head_end) + ") are not in the cache, which holds [" +
+                    std::to_string(layout.first_head) + ", " +
+                    std::to_string(layout.first_head + layout.num_heads) + ")");
+    }
+    for (uint32_t layer : part.layers) {
+      if (layer >= layout.layers.size())
+        throw invalid("layer " + std::to_string(layer) + " is not in the cache");
+    }
+  }
+  ensure_arena(core);
+
+  auto fetch = std::make_shared<FetchState>();
+  fetch->core = core_;
+  fetch->handle = core.next_handle++;
+  fetch->spec = spec;
+  fetch->cache = cache->second;
+  fetch->started = Clock::now();
+  fetch->parts_left = static_cast<uint32_t>(spec.parts.size());
+  fetch->report.path = "staged";
+  ++fetch->cache->users;
+  core.fetches[fetch->handle] = fetch;
+  set_timer(core, fetch->timer, fetch->started + to_duration(spec.timeout), [&core, fetch] {
+    char limit[32];
+    std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
+    fail_fetch(
+        core, fetch,
+        {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
+                                   limit + ": " + progress(*fetch)});
+  });
+  for (const FetchPart& spec_part : spec.parts) {
+    auto part = std::make_shared<Part>();
+    part->fetch = fetch;
+    part->peer = core.peers.at(spec_part.peer);
+    part->spec = spec_part;
+    part->wire_bytes = part_bytes(*fetch, spec_part);
+    fetch->parts.push_back(part);
+  }
+  const auto parts = fetch->parts;
+  for (const auto& part : parts) {
+    Peer& peer = *part->peer;
+    fetch->report.peers.push_back(peer.name);
+    if (peer.state == Peer::kClosing) {
+      fail_fetch(core, fetch, peer.failure);
+      break;
+    }
+    if (peer.state == Peer::kReady) {
+      start_part(core, part);
+    } else {
+      peer.pending.push_back(part);
+    }
+  }
+  grant_slots(core);
+  return Fetch(fetch);
+}
+
+uint64_t Fetch::handle() const { return state_->handle; }
+
+bool Fetch::done() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->done;
+}
+
+Status Fetch::status() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->status;
+}
+
+bool Fetch::wait(double timeout) const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  return state_->changed.wait_for(guard.lock(), to_duration(timeout), [&] { return state_->done; });
+}
+
+void Fetch::cancel() {
+  AgentCore& core = *state_->core;
+  core.check_fork();
+  Guard guard(core);
+  if (state_->done) return;
+  fail_fetch(
+      core, state_,
+      {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
+  // Only copies of single chunks are waited for, never a peer.
+  state_->changed.wait(guard.lock(), [&] { return state_->done; });
+}
+
+int Fetch::event_fd() {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  if (!state_->event) {
+    state_->event = make_event();
+    if (state_->done) signal_event(state_->event);
+  }
+  return state_->event.get();
+}
+
+FetchReport Fetch::report() const {
+  state_->core->check_fork();
+  Guard guard(*state_->core);
+  FetchReport report = state_->report;
+  const TimePoint end = state_->done ? state_->ended : Clock::now();
+  report.seconds = std::chrono::duration<double>(end - state_->started).count();
+  return report;
+}
+
+}  // namespace kvxfer
