@@ -54,7 +54,8 @@ class Packer:
 
     def pack(self, wire: Wire, with_digest: bool = True) -> object:
         """Gather everything into `wire`; the digest."""
-        digest: object = self._core.pack(self._plan, 0, self.nbytes, wire, SEED, with_digest)
+        # Streamed, as the engine packs into memory that another process reads.
+        digest: object = self._core.pack(self._plan, 0, self.nbytes, wire, SEED, with_digest, True)
         return digest
 
     def unpack(self, wire: Wire, with_digest: bool = True) -> object:
