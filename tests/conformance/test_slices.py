@@ -218,3 +218,46 @@ def test_pieces_of_a_request_fetched_one_after_the_other(
         decode.fetch(offer.ticket, target.cache, blocks, tokens=slice(begin, end)).wait(LONG)
     assert offer.wait(LONG) is kvxfer.Status.OK
     assert target.same_as(expected(OTHER, source))
+
+
+def test_one_agent_that_answers_two_parts(transport: str) -> None:
+    """Where ranks overlap unevenly, one of them serves two slices: its offer counts them as one."""
+    cuts = [(("a", "b"), (1, 4)), (("a",), (0, 1)), (("b",), (0, 2))]
+    with contextlib.ExitStack() as stack:
+        target = Paged(slice_of(OTHER, layers=("a", "b")))
+        decode = stack.enter_context(consumer(transport))
+        decode.register(target.cache)
+        held = [slice_of(SIDE, layers=layers, heads=heads) for layers, heads in cuts]
+        sources = [Paged(geometry, seed=9) for geometry in held]
+        ranks = [stack.enter_context(producer(transport, f"rank-{i}")) for i in range(3)]
+        ticket = kvxfer.issue_ticket(
+            "request",
+            [
+                rank.reference(layers=layers, heads=heads)
+                for rank, (layers, heads) in zip(ranks, cuts, strict=True)
+            ],
+            num_tokens=TOKENS,
+        )
+        offers = []
+        for rank, source in zip(ranks, sources, strict=True):
+            rank.register(source.cache)
+            offers.append(rank.offer(source.cache, BLOCKS, ticket=ticket, consumers=2))
+        fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS)
+        fetch.wait(LONG)
+        assert set(fetch.report.peers) == {"rank-0", "rank-1", "rank-2"}
+        # Rank 1 holds head 0 of layer a, rank 2 heads 0 and 1 of layer b, rank 0 the rest.
+        want = Paged(target.geometry)
+        for source, layers, heads in [
+            (sources[1], ("a",), (0, 1)),
+            (sources[0], ("a",), (1, 4)),
+            (sources[2], ("b",), (0, 2)),
+            (sources[0], ("b",), (2, 4)),
+        ]:
+            part = Paged(slice_of(OTHER, layers=layers, heads=heads))
+            part.deliver([source], BLOCKS, OTHER_BLOCKS, (0, TOKENS))
+            for layer, plane, head in itertools.product(layers, SIDE.planes, range(*heads)):
+                want.head(layer, plane, head)[...] = part.head(layer, plane, head)
+        assert target.same_as(want)
+        assert not any(offer.released for offer in offers)
+        decode.fetch(ticket, target.cache, OTHER_BLOCKS).wait(LONG)
+        assert [offer.wait(LONG) for offer in offers] == [kvxfer.Status.OK] * 3
