@@ -351,7 +351,7 @@ def shaped(*shape: int) -> np.ndarray:
             "stride of the token axis is 30 bytes, less than the 32 bytes that its content spans",
         ),
         ({"a": (GOOD[0], GOOD[0])}, {}, 'plane "k" and layer "a", plane "v" share memory'),
-        ({"a": GOOD, "b": GOOD}, {}, 'layer "a", plane "k" and layer "b", plane "k" share memory'),
+        ({"a": GOOD, "b": GOOD}, {}, 'layer "a", plane "." and layer "b", plane "." share memory'),
     ],
 )
 def test_refused(tensors, options, message):
