@@ -18,8 +18,10 @@ from kvtest.caches import Geometry, Paged
 from kvtest.child import Child, ChildError
 
 import kvxfer
+from kvxfer import _core
 
 SIDE = Geometry(layers=("a",), num_blocks=4)
+SANITIZED = "address" in _core.build_info()["sanitize"]
 
 
 def fds() -> int:
@@ -244,6 +246,7 @@ def test_an_arena_beyond_the_address_space() -> None:
         assert child.call("wait_fetch", "f") == ("OK", "")
 
 
+@pytest.mark.skipif(SANITIZED, reason="the address sanitizer makes mlock() do nothing")
 def test_an_arena_that_may_not_be_locked() -> None:
     with producer("tcp") as prefill, Child() as child:
         source = Paged(SIDE, 1)
@@ -282,6 +285,7 @@ def test_an_arena_that_may_be_locked() -> None:
         assert target.same_as(source)
 
 
+@pytest.mark.skipif(SANITIZED, reason="the address sanitizer itself needs descriptors")
 def test_no_more_descriptors() -> None:
     """Connecting fails with a reason, and works when there are some again."""
     with producer("tcp") as prefill, Child() as child:
