@@ -11,10 +11,20 @@ import pytest
 
 from kvxfer import _core
 
-# A deadline per example would fail on a busy machine; pytest-timeout bounds the test as a whole.
-hypothesis.settings.register_profile("kvxfer", deadline=None)
+# A deadline per example would fail on a busy machine; pytest-timeout bounds the test as a whole. For
+# the same reason, and where few inputs pass an assume(), the speed of drawing is no failure.
+SPEED = [
+    hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.filter_too_much,
+    hypothesis.HealthCheck.data_too_large,
+]
+hypothesis.settings.register_profile("kvxfer", deadline=None, suppress_health_check=SPEED)
 hypothesis.settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, print_blob=True
+    "ci",
+    parent=hypothesis.settings.get_profile("kvxfer"),
+    derandomize=True,
+    database=None,
+    print_blob=True,
 )
 hypothesis.settings.register_profile(
     "sanitize",

@@ -148,6 +148,8 @@ def test_interrupt_ends_both_processes():
     with subprocess.Popen(
         [*COMMAND, "--tokens", "2000", "--repeat", "1000", "--model", "llama-3-70b-tp8"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A background job is started with SIGINT ignored, which the demo would inherit from us.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + 60
