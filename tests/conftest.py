@@ -11,8 +11,8 @@ import pytest
 
 from kvxfer import _core
 
-# A deadline per example would fail on a busy machine; pytest-timeout bounds the test as a whole. For
-# the same reason, and where few inputs pass an assume(), the speed of drawing is no failure.
+# A deadline per example would fail on a busy machine; pytest-timeout bounds the test as a whole.
+# For the same reason, and where few inputs pass an assume(), the speed of drawing is no failure.
 SPEED = [
     hypothesis.HealthCheck.too_slow,
     hypothesis.HealthCheck.filter_too_much,
