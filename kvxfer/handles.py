@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import os
@@ -47,7 +48,7 @@ class Report:
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
-class _Handle:
+class _Handle(abc.ABC):
     """What offers and fetches have in common: they end, once."""
 
     _core: CoreOffer | CoreFetch
@@ -57,8 +58,9 @@ class _Handle:
         self._callbacks: list[Callable[[], None]] = []
 
     @property
+    @abc.abstractmethod
     def _ended(self) -> bool:
-        raise NotImplementedError
+        """Whether it has ended, in whatever way."""
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable at the end, for poll() and event loops.
