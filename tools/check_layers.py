@@ -26,8 +26,11 @@ LAYERS = {
 PUBLIC_HEADERS = {
     "status.h": "base",
     "digest.h": "base",
+    "element.h": "base",
     "layout.h": "layout",
     "copy_plan.h": "layout",
+    "codec.h": "codec",
+    "panel_plan.h": "pack",
     "pack.h": "pack",
     "transport.h": "transport",
     "agent.h": "engine",

@@ -6,24 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "kvxfer/element.h"
+
 namespace kvxfer {
-
-// Element types of a cache. The values travel on the wire: append, never renumber. The 8-bit float
-// dialects are named one by one because the same byte means different numbers in each.
-enum class ElementType : uint8_t {
-  kFloat32 = 0,
-  kFloat16 = 1,
-  kBFloat16 = 2,
-  kUInt8 = 3,
-  kFloat8E4M3FN = 4,
-  kFloat8E4M3FNUZ = 5,
-  kFloat8E5M2 = 6,
-  kFloat8E5M2FNUZ = 7,
-};
-
-size_t element_bytes(ElementType type);
-const char* element_name(ElementType type);              // e.g. "bfloat16", "float8_e4m3fn"
-ElementType element_from_name(const std::string& name);  // throws Error(kInvalid)
 
 // One plane of one layer: a strided [block, kv head, token, content] view. Strides are in bytes.
 struct PlaneView {
@@ -52,9 +37,15 @@ struct CacheLayout {
   std::vector<std::string> layers;  // names, unique, in model order
   std::vector<PlaneSpec> planes;
   std::vector<PlaneView> views;  // [layers.size()][planes.size()], layer-major
+  // What a stored number is multiplied by to get the value, [layers.size()][planes.size()]; empty
+  // for 1 everywhere. Only caches of 8-bit floats have others.
+  std::vector<float> scales;
 
   const PlaneView& view(size_t layer, size_t plane) const {
     return views[layer * planes.size() + plane];
+  }
+  float scale(size_t layer, size_t plane) const {
+    return scales.empty() ? 1.0f : scales[layer * planes.size() + plane];
   }
   uint64_t token_bytes() const;  // of one token over all layers, planes and heads
 

@@ -1,6 +1,6 @@
 #include <array>
 
-#include "kvxfer/layout.h"
+#include "kvxfer/element.h"
 #include "kvxfer/status.h"
 
 namespace kvxfer {
@@ -38,6 +38,8 @@ const Element& element(ElementType type) {
 size_t element_bytes(ElementType type) { return element(type).bytes; }
 
 const char* element_name(ElementType type) { return element(type).name; }
+
+bool is_float8(ElementType type) { return type >= ElementType::kFloat8E4M3FN; }
 
 ElementType element_from_name(const std::string& name) {
   std::string known;

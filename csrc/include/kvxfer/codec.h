@@ -1,0 +1,98 @@
+#ifndef KVXFER_CODEC_H_
+#define KVXFER_CODEC_H_
+
+#include <array>
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "kvxfer/element.h"
+
+namespace kvxfer {
+
+// How elements are encoded on the wire. docs/coded_chunks.md specifies the bytes and the arithmetic
+// for other implementations; the scalar variant here is its reference.
+//
+// A row is the content of one (layer, plane, kv head, token). A panel is the rows of one layer,
+// plane and kv head over a run of tokens: what is encoded at a time.
+
+// The values travel on the wire: append, never renumber.
+enum class Scheme : uint8_t {
+  kRaw = 0,          // elements as the producer holds them
+  kFloat8E4M3 = 1,   // OCP bytes, a scale per row and `group` elements
+  kFloat8E5M2 = 2,   // the same
+  kInt8 = 3,         // symmetric, a scale per row and `group` elements
+  kInt8Channel = 4,  // asymmetric, a scale and a zero point per channel of the panel
+};
+constexpr uint32_t kNumSchemes = 5;
+const char* scheme_name(Scheme scheme);  // "raw", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel"
+
+// Scales are rounded up to their format, zero points down.
+enum class ScaleFormat : uint8_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kE8M0 = 2,  // powers of two, a byte each; for the float8 schemes
+};
+const char* scale_format_name(ScaleFormat format);  // "float32", "bfloat16", "e8m0"
+
+// How one plane is encoded.
+struct Encoding {
+  Scheme scheme = Scheme::kRaw;
+  ScaleFormat scale = ScaleFormat::kBFloat16;
+  uint16_t group = 0;  // elements of a row that share a scale; 0: the whole row
+  friend bool operator==(const Encoding&, const Encoding&) = default;
+};
+
+constexpr uint32_t kMaxPanelRows = 256;
+using RowMask = std::bitset<kMaxPanelRows>;
+
+// Throws Error(kInvalid) when the encoding is not one of the above, or can't hold elements of that
+// type: schemes but kRaw take float32, float16 and bfloat16.
+void check_encoding(const Encoding& encoding, ElementType element);
+
+// Bytes of an encoded panel: codes, then scales, each filled up with zeros to 16 bytes.
+uint64_t panel_bytes(const Encoding& encoding, ElementType element, uint32_t rows,
+                     uint32_t content);
+
+// Encodes `rows` <= kMaxPanelRows rows of `content` contiguous elements into panel_bytes() bytes at
+// `coded`. A row that holds NaN, infinity or a number too large to scale is marked in the result:
+// its codes are 0, it takes no part in what the others share, and the caller sends it as it is.
+RowMask encode_panel(const Encoding& encoding, ElementType element, const std::byte* const* row,
+                     uint32_t rows, uint32_t content, std::byte* coded);
+
+// What a cache's elements mean: a stored number times `scale` is the value.
+struct Stored {
+  ElementType element = ElementType::kBFloat16;
+  float scale = 1.0f;  // other than 1 for 8-bit floats only
+  friend bool operator==(const Stored&, const Stored&) = default;
+};
+
+// What conversion has cost, in elements.
+struct Loss {
+  uint64_t clamped = 0;  // finite, but beyond the largest that the consumer's type can hold
+  uint64_t inexact = 0;  // 8-bit floats without an equal in the consumer's dialect and scale
+  Loss& operator+=(const Loss& other) {
+    clamped += other.clamped;
+    inexact += other.inexact;
+    return *this;
+  }
+};
+
+// Whether convert_row() and decode_panel() can turn the one into the other: equal types always,
+// uint8 into nothing else, between floats of any width yes.
+bool can_convert(const Stored& from, const Stored& to);
+
+// Decodes a panel of panel_bytes() bytes into rows of `to`. `from` is what the producer holds; it
+// matters to kRaw alone, whose elements are converted where they differ from `to`.
+Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to,
+                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row);
+
+// Converts `count` contiguous elements. 8-bit to 8-bit floats keep their value or count as inexact;
+// all else rounds to nearest even, and clamps.
+Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
+                 std::byte* target);
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_CODEC_H_
