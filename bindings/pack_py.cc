@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "bytes.h"
 #include "kvxfer/digest.h"
 #include "kvxfer/pack.h"
 #include "kvxfer/status.h"
@@ -17,31 +18,6 @@ namespace {
 using DigestTuple = std::pair<uint64_t, uint64_t>;
 
 DigestTuple to_tuple(const Digest& digest) { return {digest.sum, digest.mix}; }
-
-// A contiguous buffer's bytes, held as long as this lives.
-class Bytes {
- public:
-  Bytes(const py::buffer& object, bool writable) {
-    const int flags = writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO;
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
-  }
-  ~Bytes() { PyBuffer_Release(&view_); }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  size_t size() const { return static_cast<size_t>(view_.len); }
-
-  void require(uint64_t begin, uint64_t end) const {
-    if (end >= begin && end - begin <= size()) return;
-    throw Error(StatusCode::kInvalid, "wire bytes [" + std::to_string(begin) + ", " +
-                                          std::to_string(end) + ") do not fit in a buffer of " +
-                                          std::to_string(size()) + " bytes");
-  }
-
- private:
-  Py_buffer view_ = {};
-};
 
 DigestTuple pack_into(const CopyPlan& plan, uint64_t begin, uint64_t end, const py::buffer& wire,
                       uint64_t seed, bool with_digest, bool stream) {
