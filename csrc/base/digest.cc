@@ -78,6 +78,22 @@ void set_simd_variant(const std::string& name) {
   g_in_use.store(&find_variant(name, "set_simd_variant()"));
 }
 
+void skip_stripes(DigestState& state, uint32_t stripes) {
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    const uint64_t low = (state.key[lane] + kKeyStep[lane] * stripes) & 0xffffffff;
+    const uint64_t high = (state.key[lane] >> 32) + (kKeyStep[lane] >> 32) * stripes;
+    state.key[lane] = high << 32 | low;
+  }
+}
+
+void add_sums(DigestState& state, const DigestState& other) {
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    state.sum[lane] += other.sum[lane];
+    state.p[lane] += other.p[lane];
+    state.q[lane] += other.q[lane];
+  }
+}
+
 Digest finish_digest(DigestState& state, const std::byte* tail, size_t rest, uint64_t length,
                      uint64_t seed) {
   if (rest > 0) {

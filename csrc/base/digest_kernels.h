@@ -65,6 +65,11 @@ extern const StripeKernels kNeonKernels;
 // The variant in use. See simd_variant() in digest.h.
 const StripeKernels& stripe_kernels();
 
+// Leaves out the next `stripes`: another state digests them, and their sums are added with
+// add_sums().
+void skip_stripes(DigestState& state, uint32_t stripes);
+void add_sums(DigestState& state, const DigestState& other);
+
 // Adds the last, partial stripe (`rest` < kStripe bytes) and folds the state to the result.
 Digest finish_digest(DigestState& state, const std::byte* tail, size_t rest, uint64_t length,
                      uint64_t seed);
