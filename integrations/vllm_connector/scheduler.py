@@ -1,0 +1,417 @@
+"""The scheduler's half of the connector: decides what is offered, fetched and given up."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from kvxfer.errors import TicketError
+from kvxfer.ticket import parse_ticket
+
+from . import params as wire
+from .caches import layer_specs
+from .compat import cache_fields, difference, engine_fields
+from .messages import (
+    Handshake,
+    LoadOrder,
+    Part,
+    SendOrder,
+    StepOrders,
+    Ticket,
+)
+from .settings import Settings
+from .stats import Stats
+from .tickets import (
+    Holders,
+    collect,
+    from_template,
+    offered,
+    send_part,
+    templates,
+)
+
+logger = init_logger(__name__)
+
+_REMEMBERED = 4096  # tickets that were used: siblings of n > 1 find the prefix in the local cache
+_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass
+class _Plan:
+    """What the decode side intends with one request's remote prefill."""
+
+    remote: wire.Remote | None
+    refused: tuple[str, str] | None
+    """Reason and message."""
+    local: int = 0
+    """Tokens that the local prefix cache has."""
+
+
+class Scheduler:
+    """State of all requests of one engine that are sent or loaded.
+
+    Every method is called by vLLM's scheduler, on its thread.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - vllm.config.VllmConfig, not there for type checks
+        kv_cache_config: Any,  # noqa: ANN401
+        settings: Settings,
+        secret: str | None,
+        model: str,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._engine: str = transfer.engine_id
+        self._consumer_only = transfer.kv_role == "kv_consumer"
+        self._parallel = vllm_config.parallel_config
+        self._settings, self._secret, self._model = settings, secret, model
+        self._groups = kv_cache_config
+        specs = [
+            next(iter(layer_specs(kv_cache_config, group).values()))
+            for group in range(len(kv_cache_config.kv_cache_groups))
+        ]
+        self._block_sizes = [spec.block_size for spec in specs]
+        self._windowed = any(getattr(spec, "sliding_window", None) for spec in specs)
+        self._fields = engine_fields(vllm_config)
+        self._ignored = () if settings.same_vllm else ("vllm version",)
+        self._holders: dict[str, Holders] = {}
+        self._templates: dict[str, Ticket] = {}
+        self._address = ""
+        self._orders = StepOrders()
+        self._plans: dict[str, _Plan] = {}  # not yet begun
+        self._loading: dict[str, str] = {}  # the offer that is loaded, by request
+        self._leaders: dict[str, str] = {}  # requests that load an offer, by offer
+        self._used: OrderedDict[str, None] = OrderedDict()
+        self._early: dict[str, Any] = {}  # concurrent flow: requests whose prefill is under way
+        self._offered: dict[str, SendOrder] = {}  # offered before the request has finished
+        self._sending: set[str] = set()
+        self._renewed = time.monotonic()
+        self._warned = 0.0
+        self.stats = Stats()
+
+    def set_handshakes(self, handshakes: Mapping[tuple[int, int], object]) -> None:
+        """Take what the workers said; payloads of other connectors are left alone."""
+        ours = {rank: each for rank, each in handshakes.items() if isinstance(each, Handshake)}
+        if not ours:
+            return
+        self._holders = collect(ours)
+        self._fields.update(cache_fields(info for each in ours.values() for info in each.caches))
+        self._address = next((each.address for each in ours.values() if each.address), "")
+        self._templates = templates(self._holders, self._model, self._secret)
+
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - vllm's Request
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            self._truncate(request, params)
+            if params.get("transfer_id") and self._settings.concurrent:
+                self._early[request.request_id] = request
+        elif params and params.get("do_remote_prefill"):
+            self._plans[request.request_id] = self._plan(request, params)
+        elif self._consumer_only:
+            self.stats.add(prefills_without_params=1)
+            if time.monotonic() - self._warned > 60:
+                self._warned = time.monotonic()
+                logger.warning(
+                    "Request %s came to this decode engine without kv_transfer_params, so it is "
+                    "prefilled here. The proxy must send the request to a prefill engine first and "
+                    "hand on the kv_transfer_params of its answer.",
+                    request.request_id,
+                )
+
+    def num_new_matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:  # noqa: ANN401
+        """Return how many tokens come from the prefill side, and that they come later."""
+        plan = self._plans.get(request.request_id)
+        if plan is None:
+            return 0, False
+        plan.local = local
+        count = self._end(plan, request) - local
+        if count <= 0:
+            return 0, False
+        if plan.remote is not None:
+            leader = self._leaders.get(plan.remote.request)
+            if leader is not None and leader != request.request_id:
+                return None, False  # a sibling loads the same; its prefix will be here then
+            if plan.remote.request in self._used:
+                return 0, False
+        return count, True
+
+    def after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:  # noqa: ANN401
+        """Order the load of what was allocated, or tell the prefill side that it is not needed."""
+        plan = self._plans.pop(request.request_id, None)
+        if plan is None:
+            return
+        request.kv_transfer_params["do_remote_prefill"] = False  # one load for each request
+        if num_external <= 0:
+            self._decline(plan, request)
+            return
+        remote, refused = plan.remote, plan.refused
+        parts: list[Part] = []
+        if remote is not None and refused is None:
+            try:
+                parts = self._load_parts(plan, request, blocks.blocks, plan.local + num_external)
+            except wire.ParamsError as error:
+                refused = ("mismatch", str(error))
+        if refused is not None:
+            logger.error("Request %s is not loaded: %s", request.request_id, refused[1])
+        offer = remote.request if remote is not None else request.request_id
+        self._remember(offer, request.request_id)
+        self._loading[request.request_id] = offer
+        peer = remote.engine if remote is not None else "unknown"
+        self._orders.load.append(LoadOrder(request.request_id, parts, peer, refused))
+
+    def build(self, output: Any) -> StepOrders:  # noqa: ANN401 - SchedulerOutput
+        """Return what the workers have to do in this step."""
+        for request in output.preempted_req_ids or ():
+            if self._offered.pop(request, None) is not None:
+                self._orders.withdraw.append(request)
+        if self._early:
+            self._offer_early(output)
+        now = time.monotonic()
+        if self._plans and now - self._renewed > self._settings.lease / 3:
+            self._renewed = now
+            self._orders.renew += [
+                ticket
+                for plan in self._plans.values()
+                if plan.remote is not None and plan.refused is None
+                for ticket in plan.remote.tickets.values()
+            ]
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def update(self, output: Any) -> None:  # noqa: ANN401 - KVConnectorOutput
+        """Take the workers' word of what has ended; drops what this scheduler doesn't wait for."""
+        for name, expected in (
+            ("finished_recving", self._loading),
+            ("finished_sending", self._sending),
+        ):
+            reported = getattr(output, name) or set()
+            if unknown := {request for request in reported if request not in expected}:
+                logger.error("%s reported %s, which nobody waits for", name, sorted(unknown))
+                reported -= unknown
+        for request in output.finished_recving or ():
+            self._leaders.pop(self._loading.pop(request), None)
+        self._sending -= set(output.finished_sending or ())
+
+    def finished(
+        self,
+        request: Any,  # noqa: ANN401
+        blocks: tuple[list[int], ...],
+    ) -> tuple[bool, wire.Params | None]:
+        """Return whether the blocks have to stay, and what the prefill side answers."""
+        name, params = request.request_id, request.kv_transfer_params
+        self._early.pop(name, None)
+        early = self._offered.pop(name, None)
+        plan = self._plans.pop(name, None)
+        if plan is not None:  # it ended before it was scheduled
+            params["do_remote_prefill"] = False
+            self._decline(plan, request)
+        if name in self._loading:
+            self._orders.cancel.append(name)
+            return False, None  # vLLM keeps the blocks until the load is reported
+        if not params or not params.get("do_remote_decode"):
+            return False, None
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if request.status not in _FINISHED or tokens < 1 or not any(blocks) or not self._holders:
+            if early is not None:
+                # A forward that reads these blocks has ended, a fetch of them may not have.
+                self._orders.withdraw.append(name)
+                self._hold(name)
+                return True, None
+            return False, None
+        if early is None:
+            order = SendOrder(name, self._send_parts(name, blocks, tokens), ready=True)
+            self._orders.send.append(order)
+        else:
+            order = early
+        self._hold(name)
+        return True, self._reply(request, order, blocks, tokens)
+
+    @property
+    def sending(self) -> bool:
+        """Whether blocks of finished requests wait for their consumers."""
+        return bool(self._sending)
+
+    def _hold(self, request: str) -> None:
+        self._sending.add(request)
+        self._orders.hold.append(request)
+
+    def _reply(
+        self,
+        request: Any,  # noqa: ANN401
+        order: SendOrder,
+        blocks: tuple[list[int], ...],
+        tokens: int,
+    ) -> wire.Params:
+        return wire.prefill_reply(
+            engine=self._engine,
+            request=request.request_id,
+            address=self._address,
+            blocks=blocks,
+            num_tokens=tokens,
+            tp_size=self._parallel.tensor_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+            ours={
+                "tickets": {part.key: part.ticket for part in order.parts},
+                "digest": wire.prompt_digest(request, tokens),
+                "fields": self._fields,
+                "decode_tp_size": self._settings.decode_tp_size,
+                "agents": self._templates,
+            },
+        )
+
+    def _send_parts(
+        self, offer: str, blocks: tuple[list[int], ...], tokens: int, transfer: str | None = None
+    ) -> list[Part]:
+        parts = []
+        for key, holders in self._holders.items():
+            group = holders.info.group
+            span = offered(holders, blocks[group], self._block_sizes[group], tokens)
+            generation = None
+            if transfer is not None:
+                generation = wire.transfer_generation(transfer, key, self._secret)
+            parts.append(
+                send_part(key, holders, offer, span, self._model, self._secret, generation)
+            )
+        return parts
+
+    def _offer_early(self, output: Any) -> None:  # noqa: ANN401
+        """Offer prompts whose last chunk runs in this step, layer by layer."""
+        for name, request in list(self._early.items()):
+            count = output.num_scheduled_tokens.get(name)
+            if count is None or request.num_computed_tokens + count < request.num_prompt_tokens:
+                continue
+            del self._early[name]
+            blocks = output.kv_connector_block_state.resolve_block_ids(name)
+            transfer = str(request.kv_transfer_params["transfer_id"])
+            parts = self._send_parts(transfer, blocks, request.num_prompt_tokens, transfer)
+            self._offered[name] = order = SendOrder(name, parts, ready=False)
+            self._orders.send.append(order)
+
+    def _truncate(self, request: Any, params: wire.Params) -> None:  # noqa: ANN401
+        """Leave the last prompt token to the decode side, where windows are involved.
+
+        It computes that token anyway, and needs the window before that token, not the one after.
+        """
+        if not self._windowed or request.num_prompt_tokens < 2 or params.get("_kvxfer_truncated"):
+            return
+        if request.prompt_token_ids is None or request.get_skip_reading_prefix_cache():
+            return
+        del request.prompt_token_ids[-1:]
+        del request._all_token_ids[-1:]  # noqa: SLF001 - as vLLM's own connectors do
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        params["_kvxfer_truncated"] = True
+
+    def _plan(self, request: Any, params: wire.Params) -> _Plan:  # noqa: ANN401
+        try:
+            remote = wire.parse(params)
+        except wire.ParamsError as error:
+            return _Plan(None, ("params", str(error)))
+        return _Plan(remote, self._refusal(request, remote))
+
+    def _refusal(self, request: Any, remote: wire.Remote) -> tuple[str, str] | None:  # noqa: ANN401
+        if differs := difference(self._fields, remote.fields, self._ignored):
+            return "mismatch", f"prefill engine {remote.engine} does not match this one: {differs}"
+        ranks = self._parallel.tensor_parallel_size
+        if remote.decode_tp_size != ranks:
+            return "mismatch", (
+                f"prefill engine {remote.engine} serves decode engines of {remote.decode_tp_size} "
+                f"tensor parallel ranks, this one has {ranks}: set decode_tp_size there"
+            )
+        if request.prompt_token_ids is None:
+            return "mismatch", "prompts of embeddings cannot be told apart, so none is loaded"
+        count = remote.num_tokens
+        if count is not None and (
+            count > request.num_prompt_tokens or wire.prompt_digest(request, count) != remote.digest
+        ):
+            return "mismatch", (
+                f"the {count} tokens that prefill engine {remote.engine} computed as "
+                f"{remote.request} are not the first of this prompt of "
+                f"{request.num_prompt_tokens}: the proxy mixed up two requests, or the engines "
+                "tokenize differently"
+            )
+        try:
+            for ticket in (remote.tickets or remote.agents).values():
+                parse_ticket(ticket, self._secret)
+        except TicketError as error:
+            return "ticket", str(error)
+        return None
+
+    def _end(self, plan: _Plan, request: Any) -> int:  # noqa: ANN401
+        """Return up to which token to load: the last one is computed here, to sample the next."""
+        last: int = request.num_prompt_tokens - 1
+        if plan.remote is None or plan.remote.num_tokens is None:
+            return last
+        return min(plan.remote.num_tokens, last)
+
+    def _load_parts(self, plan: _Plan, request: Any, blocks: Any, end: int) -> list[Part]:  # noqa: ANN401
+        remote = plan.remote
+        assert remote is not None
+        tickets = remote.tickets or self._tickets_of_transfer(remote, request)
+        parts = []
+        for key, holders in self._holders.items():
+            size = self._block_sizes[holders.info.group]
+            ids = [0 if block.is_null else block.block_id for block in blocks[holders.info.group]]
+            if key not in tickets:
+                raise wire.ParamsError(f"cache {key} has no ticket")
+            begin = plan.local
+            while begin < end and not ids[begin // size]:
+                begin = (begin // size + 1) * size  # out of the window
+            units = (begin, end) if holders.unit == 1 else (begin // size, -(-end // size))
+            there = parse_ticket(tickets[key], self._secret).first_token
+            if there > units[0]:
+                units = (self._windows_first(holders, there, size, end), units[1])
+            first = units[0] // size if holders.unit == 1 else units[0]
+            last = -(-end // size)
+            parts.append(Part(key, tickets[key], ids[first:last], *units))
+        return parts
+
+    def _windows_first(self, holders: Holders, there: int, size: int, end: int) -> int:
+        """Return the unit where the offer begins, if a sliding window needs nothing before it."""
+        window = holders.info.fields.get("window", "none")
+        needed = max(0, end - int(window) + 1) if window.isdigit() else 0
+        if there > (needed if holders.unit == 1 else needed // size):
+            raise wire.ParamsError(
+                f"cache {holders.info.key} is on offer from {there} (units of {holders.unit} "
+                f"tokens), needed from token {needed}"
+            )
+        return there
+
+    def _tickets_of_transfer(self, remote: wire.Remote, request: Any) -> dict[str, Ticket]:  # noqa: ANN401
+        """Make the tickets that the prefill side makes too, for a transfer that the proxy named."""
+        assert remote.transfer is not None
+        found = {}
+        for key, holders in self._holders.items():
+            if key in remote.agents:
+                size = 1 if holders.unit == 1 else self._block_sizes[holders.info.group]
+                found[key] = from_template(
+                    remote.agents[key],
+                    f"{remote.transfer}/{key}",
+                    wire.transfer_generation(remote.transfer, key, self._secret),
+                    -(-request.num_prompt_tokens // size),
+                    self._model,
+                    self._secret,
+                )
+        return found
+
+    def _remember(self, offer: str, request: str) -> None:
+        self._leaders[offer] = request
+        self._used[offer] = None
+        while len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
+
+    def _decline(self, plan: _Plan, request: Any) -> None:  # noqa: ANN401
+        """Tell the prefill side that nobody will fetch this, unless somebody has."""
+        remote = plan.remote
+        if remote is None or remote.request in self._used:
+            return
+        self._used[remote.request] = None
+        tickets = remote.tickets or self._tickets_of_transfer(remote, request)
+        self._orders.decline += tickets.items()

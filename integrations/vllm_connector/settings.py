@@ -1,0 +1,53 @@
+"""The connector's options: what stands in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of one engine. Unknown ones are refused, with the list of those that exist."""
+
+    codec: str = "raw"
+    """Encoding on the wire, as in `kvxfer.Agent.fetch`; the decode side's counts."""
+    host: str | None = None
+    """Where the prefill side listens. Left out: loopback, or with a shared secret this host."""
+    port: int = 0
+    """The prefill side's first port, one more for each rank; 0 takes free ones."""
+    lease: float = 30.0
+    """Seconds that the prefill side keeps blocks without a word from the decode side."""
+    load_timeout: float = 60.0
+    """Seconds after which a load fails on the decode side."""
+    decode_tp_size: int = 1
+    """Prefill side: tensor parallel size of the decode engines."""
+    concurrent: bool = True
+    """Prefill side: send layer by layer where the proxy asks both sides at once."""
+    same_vllm: bool = True
+    """Refuse a peer that runs another vLLM version."""
+    watchdog: float = 10.0
+    """Seconds after which a waiting transfer gets a line in the log."""
+    agent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Knobs of `kvxfer.Config`, as ``{"transport": "tcp"}``."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """Read the options; raises ValueError where one is unknown or out of range."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(extra) - known):
+            raise ValueError(
+                f"kv_connector_extra_config has {', '.join(unknown)}, which KvxferConnector does "
+                f"not know; it knows {', '.join(sorted(known))}"
+            )
+        settings = cls(**extra)
+        for name in ("lease", "load_timeout", "watchdog", "decode_tp_size"):
+            if not getattr(settings, name) > 0:
+                raise ValueError(
+                    f"kv_connector_extra_config: {name} is {getattr(settings, name)!r}: it must be "
+                    "positive"
+                )
+        if not 0 <= settings.port < 1 << 16:
+            raise ValueError(f"kv_connector_extra_config: port is {settings.port}: no such port")
+        return settings

@@ -1,0 +1,158 @@
+"""Real vLLM engines as processes, and requests to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 240  # imports alone take a quarter of a minute on a busy machine
+ANSWER_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error.code}: {error.read().decode()[:500]}") from None
+
+
+def completion(port: int, prompt: list[int], **more: Any) -> dict[str, Any]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 3,
+        **more,
+    }
+    return post(port, "/v1/completions", body)
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+class Server:
+    """A process with an HTTP port, its log in a file."""
+
+    def __init__(self, command: list[str], port: int, log: Path, env: dict[str, str]) -> None:
+        self.port, self.log = port, log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2)
+                return
+            time.sleep(0.5)
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+        raise RuntimeError(f"port {self.port} does not answer; the end of {self.log}:\n{tail}")
+
+    def kill(self) -> None:
+        """End the process and all that it started, without notice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.kill()
+
+    def lines(self, text: str) -> list[str]:
+        return [line for line in self.log.read_text(errors="replace").splitlines() if text in line]
+
+    def metric(self, name: str) -> float:
+        """Sum of a Prometheus metric over its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def start_engine(
+    model: Path,
+    log: Path,
+    *,
+    role: str | None = None,
+    extra: dict[str, Any] | None = None,
+    core: str = "nobind",
+    block_size: int = 32,
+    dtype: str = "float32",
+    policy: str = "recompute",
+    options: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+) -> Server:
+    """Start an engine without waiting for it; `role` None is one without a connector."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
+    command += ["--enforce-eager", "--dtype", dtype]
+    command += ["--block-size", str(block_size), "--max-model-len", "4096", "--max-num-seqs", "16"]
+    command += ["--host", "127.0.0.1", *options]
+    if role is not None:
+        transfer = {
+            "kv_connector": "KvxferConnector",
+            "kv_connector_module_path": "kvxfer.integrations.vllm_connector",
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra or {},
+        }
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": core,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **(env or {}),
+    }
+    return Server(command, port, log, settings)
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
