@@ -257,9 +257,16 @@ def sides(
 
 
 @st.composite
-def transfers(draw: st.DrawFn) -> Transfer:
-    """Two sides that have something in common, and a slice of it."""
-    element = draw(st.sampled_from(list(ELEMENTS)))
+def transfers(
+    draw: st.DrawFn, elements: st.SearchStrategy[tuple[str, str]] | None = None
+) -> Transfer:
+    """Two sides that have something in common, and a slice of it.
+
+    `elements` are the producer's and the consumer's; without, both have the same.
+    """
+    if elements is None:
+        elements = st.sampled_from([(element, element) for element in ELEMENTS])
+    pair = draw(elements)
     row_sizes = st.sampled_from([1, 2, 3, 8, 16, 24, 32, 64, 128])
     same = draw(st.booleans())
     contents = [draw(row_sizes)] * 2 if same else [draw(row_sizes), draw(row_sizes)]
@@ -285,7 +292,7 @@ def transfers(draw: st.DrawFn) -> Transfer:
                 reach(),
             )
         )
-        for extra in (["only.producer"], [])
+        for element, extra in zip(pair, (["only.producer"], []), strict=True)
     )
 
     slots = min(side.num_blocks * side.block_size for side in (producer, consumer))
