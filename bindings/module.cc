@@ -7,5 +7,7 @@ PYBIND11_MODULE(_core, module) {
   kvxfer::bindings::register_layout(module);
   kvxfer::bindings::register_dlpack(module);
   kvxfer::bindings::register_pack(module);
+  kvxfer::bindings::register_codec(module);
+  kvxfer::bindings::register_panel(module);
   kvxfer::bindings::register_agent(module);
 }

@@ -12,6 +12,8 @@ void register_status(pybind11::module_& module);
 void register_layout(pybind11::module_& module);
 void register_dlpack(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
+void register_codec(pybind11::module_& module);
+void register_panel(pybind11::module_& module);
 void register_agent(pybind11::module_& module);
 
 }  // namespace kvxfer::bindings

@@ -27,6 +27,8 @@ set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O1 -g1")
 add_library(kvxfer_flags INTERFACE)
 target_compile_options(kvxfer_flags INTERFACE
   -Wall -Wextra -Wpedantic $<$<BOOL:${KVXFER_WERROR}>:-Werror>
+  # A product and a sum stay two roundings: codecs give the same bytes on every machine.
+  -ffp-contract=off
   # No path of the machine that built it ends up in the binary.
   "-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=")
 

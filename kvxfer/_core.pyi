@@ -150,6 +150,82 @@ def simd_variants() -> list[str]: ...
 def simd_variant() -> str: ...
 def set_simd_variant(name: str) -> None: ...
 
+# --- bindings/codec_py.cc ---
+
+# An encoding is (scheme, scale format, group); what a cache stores is (element, scale). Rows are
+# `content` elements at byte offsets into `memory`. Losses are (clamped, inexact).
+def panel_bytes(encoding: tuple[str, str, int], element: str, rows: int, content: int) -> int: ...
+def encode_panel(
+    encoding: tuple[str, str, int],
+    element: str,
+    memory: object,
+    offsets: Sequence[int],
+    content: int,
+) -> tuple[bytes, list[int]]:
+    """The panel's bytes, and the rows that go raw."""
+
+def decode_panel(
+    encoding: tuple[str, str, int],
+    source: tuple[str, float],
+    target: tuple[str, float],
+    coded: object,
+    memory: object,
+    offsets: Sequence[int],
+    content: int,
+) -> tuple[int, int]: ...
+def can_convert(source: tuple[str, float], target: tuple[str, float]) -> bool: ...
+def convert_row(
+    source: tuple[str, float],
+    target: tuple[str, float],
+    elements: object,
+    converted: object,
+    count: int,
+) -> tuple[int, int]: ...
+
+# --- bindings/panel_py.cc ---
+
+class PanelFormat:
+    """What two sides agree on about coded chunks."""
+
+    def __init__(
+        self,
+        *,
+        encodings: list[tuple[str, str, int]],
+        panel_tokens: int = 64,
+        raw_until: int = 0,
+        raw_from: int = 0xFFFFFFFF,
+        producer_element: str = "bfloat16",
+        producer_scales: list[float] = ...,
+        codec: int = 0,
+    ) -> None: ...
+
+class PanelPlan:
+    """Maps panels of the wire to one side's memory."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        table: BlockTable,
+        slice: Slice,
+        plane_of: list[int],
+        format: PanelFormat,
+    ) -> None: ...
+    def num_panels(self) -> int: ...
+    def panels_per_layer(self) -> int: ...
+    def memory_bytes(self, begin: int, end: int) -> int: ...
+    def most_bytes(self, begin: int, end: int) -> int: ...
+    def zero_tail(self) -> None: ...
+
+def pack_panels(
+    plan: PanelPlan, begin: int, end: int, wire: object, seed: int = 0, with_digest: bool = True
+) -> tuple[int, int, tuple[int, int]]:
+    """Bytes, rows that went raw, and the digest."""
+
+def unpack_panels(
+    plan: PanelPlan, begin: int, end: int, wire: object, seed: int = 0, with_digest: bool = True
+) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """The digest, the loss as (clamped, inexact), and rows that went raw."""
+
 # --- bindings/build_info.cc ---
 
 __version__: str

@@ -1,0 +1,92 @@
+#include <cstring>
+
+#include "codec/code_table.h"
+#include "codec/codec_kernels.h"
+#include "codec/float_bits.h"
+#include "codec/float_mode.h"
+#include "kvxfer/codec.h"
+#include "kvxfer/status.h"
+
+namespace kvxfer {
+namespace {
+
+bool has_meaning(const Stored& stored) {
+  return stored.scale == 1.0f ||
+         (is_float8(stored.element) && stored.scale >= 0x1p-126f && !is_infinite(stored.scale));
+}
+
+std::string described(const Stored& stored) {
+  return std::string(element_name(stored.element)) + " with scale " + std::to_string(stored.scale);
+}
+
+template <class Element>
+Loss look_up(const CodeTable& table, const std::byte* source, uint32_t count, std::byte* target) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto element = static_cast<Element>(table.bits[static_cast<uint8_t>(source[i])]);
+    std::memcpy(target + i * sizeof element, &element, sizeof element);
+  }
+  Loss loss;
+  for (uint32_t i = 0; i < count && !table.lossless; ++i) {
+    loss += table.loss[static_cast<uint8_t>(source[i])];
+  }
+  return loss;
+}
+
+Loss from_float8(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
+                 std::byte* target) {
+  const CodeTable& table = code_table(from, to);
+  switch (element_bytes(to.element)) {
+    case 1: return look_up<uint8_t>(table, source, count, target);
+    case 2: return look_up<uint16_t>(table, source, count, target);
+    default: return look_up<uint32_t>(table, source, count, target);
+  }
+}
+
+template <class Element>
+Loss to_float8(ElementType from, const Stored& to, const std::byte* source, uint32_t count,
+               std::byte* target) {
+  const SmallFloat& format = small_float(to.element);
+  const float inverse = 1.0f / to.scale;
+  Loss loss;
+  for (uint32_t i = 0; i < count; ++i) {
+    Element bits = 0;
+    std::memcpy(&bits, source + i * sizeof bits, sizeof bits);
+    const float value = from == ElementType::kFloat32    ? float_of(bits)
+                        : from == ElementType::kBFloat16 ? float_of(uint32_t{bits} << 16)
+                                                         : from_small(bits, kFloat16);
+    target[i] = static_cast<std::byte>(to_small(value * inverse, format, loss.clamped));
+  }
+  return loss;
+}
+
+}  // namespace
+
+bool can_convert(const Stored& from, const Stored& to) {
+  if (!has_meaning(from) || !has_meaning(to)) return false;
+  const bool numbers = from.element != ElementType::kUInt8 && to.element != ElementType::kUInt8;
+  return numbers || from.element == to.element;
+}
+
+Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
+                 std::byte* target) {
+  if (from == to) {
+    std::memcpy(target, source, count * element_bytes(to.element));
+    return {};
+  }
+  if (!can_convert(from, to)) {
+    throw Error(StatusCode::kInvalid, described(from) + " cannot be converted to " + described(to) +
+                                          "; ask can_convert() first");
+  }
+  const FloatMode mode;
+  if (is_float8(from.element)) return from_float8(from, to, source, count, target);
+  if (is_float8(to.element)) {
+    return element_bytes(from.element) == 4
+               ? to_float8<uint32_t>(from.element, to, source, count, target)
+               : to_float8<uint16_t>(from.element, to, source, count, target);
+  }
+  const auto convert =
+      codec_kernels().convert[static_cast<size_t>(from.element)][static_cast<size_t>(to.element)];
+  return {convert(source, count, target), 0};
+}
+
+}  // namespace kvxfer
