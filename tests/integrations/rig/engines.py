@@ -128,7 +128,6 @@ def start_engine(
     if role is not None:
         transfer = {
             "kv_connector": "KvxferConnector",
-            "kv_connector_module_path": "kvxfer.integrations.vllm_connector",
             "kv_role": role,
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},

@@ -1,0 +1,346 @@
+"""An engine whose scheduler, connector and KV memory are real, and whose model is arithmetic.
+
+What it writes for a token depends on all tokens before it, and before each step it reads what the
+step builds on. So one wrong, missing or stale element shows, and a thousand requests take seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm import _custom_ops as ops
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvxfer.integrations.vllm_connector import register
+
+HEADS, HEAD_SIZE, LAYERS = 4, 64, 2  # as rig.model has it, but for the layers
+DEAD = {"do_remote_decode": True, "do_remote_prefill": False}
+_numbers = itertools.count()
+
+
+class _Layer:
+    isa = "vec"
+    _k_scale_float = _v_scale_float = 1.0
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        return SimpleNamespace(get_name=lambda: "CPU_ATTN")
+
+
+def prefill_params(**more: Any) -> dict[str, Any]:
+    """What a proxy that knows NIXL's connector sends to the prefill side."""
+    nothing = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
+    )
+    return {**DEAD, **nothing, **more}
+
+
+def _chain(tokens: list[int]) -> torch.Tensor:
+    """Return for each token a number that depends on it and on all before it."""
+    state, numbers = 17, []
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1000003
+        numbers.append(state)
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _kv(chain: torch.Tensor, layer: int, plane: int) -> torch.Tensor:
+    """Return K or V ``[token, head, content]`` of these tokens."""
+    head = torch.arange(HEADS).view(1, -1, 1) * 131
+    content = torch.arange(HEAD_SIZE).view(1, 1, -1) * 17
+    factor = 2 * layer + plane + 1
+    return ((chain.view(-1, 1, 1) * factor + head + content) % 4093 + 1).to(torch.float32)
+
+
+class Engine:
+    """One engine, stepped by hand."""
+
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        *,
+        block_size: int = 32,
+        num_blocks: int = 64,
+        extra: dict[str, Any] | None = None,
+        policy: str = "recompute",
+        prefix_caching: bool = True,
+        max_batched_tokens: int = 512,
+        windows: tuple[int | None, ...] = (None,),
+        engine_id: str | None = None,
+        transfer: KVTransferConfig | None = None,
+    ) -> None:
+        register()
+        model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=4096)
+        engine_id = engine_id or f"{role}-{next(_numbers)}"
+        self.config = VllmConfig(
+            model_config=model_config,
+            cache_config=CacheConfig(
+                block_size=block_size,
+                cache_dtype="auto",
+                enable_prefix_caching=prefix_caching,
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=max_batched_tokens,
+                max_model_len=4096,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            parallel_config=ParallelConfig(),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=transfer
+            or KVTransferConfig(
+                kv_connector="KvxferConnector",
+                kv_role=role,
+                engine_id=engine_id,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra or {},
+            ),
+        )
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.block_size, self.windows = block_size, windows
+        self.layers = [
+            [f"model.layers.{group * LAYERS + layer}.attn" for layer in range(LAYERS)]
+            for group in range(len(windows))
+        ]
+        shape = {
+            "block_size": block_size,
+            "num_kv_heads": HEADS,
+            "head_size": HEAD_SIZE,
+            "dtype": torch.float32,
+        }
+        kv_cache = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec(
+                    names,
+                    FullAttentionSpec(**shape)
+                    if window is None
+                    else SlidingWindowSpec(**shape, sliding_window=window),
+                )
+                for names, window in zip(self.layers, windows, strict=True)
+            ],
+        )
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        context = self.config.compilation_config.static_forward_context
+        self.kv = {}
+        for name in itertools.chain(*self.layers):
+            context[name] = _Layer()
+            # Poison: nobody may use what was never written.
+            self.kv[name] = torch.full((num_blocks, HEADS, block_size, 2 * HEAD_SIZE), -7.0)
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, kv_cache
+        )
+        self.worker.register_kv_caches(self.kv)
+        self.connector = self.scheduler.connector
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): self.worker.get_handshake_metadata()}
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        self.wrong: list[str] = []
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.stats: dict[str, Any] = {}
+        self.last: Any = None
+
+    # --- requests ---
+
+    def add(
+        self,
+        tokens: list[int],
+        *,
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 4,
+        name: str | None = None,
+        **more: Any,
+    ) -> str:
+        name = name or f"r{next(_numbers)}"
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **more,
+        )
+        self.answers[name] = {"tokens": [], "finish": None, "params": None}
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def status(self, name: str) -> str | None:
+        request = self.scheduler.requests.get(name)
+        return None if request is None else request.status.name
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.requests and not self.scheduler.has_requests()
+
+    # --- one step, in the order of vLLM's model runner ---
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        self.worker.handle_preemptions(meta)
+        self.worker.bind_connector_metadata(meta)
+        sampled = self._forward(output)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        stats = self.worker.get_kv_connector_stats()
+        self.worker.clear_connector_metadata()
+        self.last = connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=stats,
+        )
+        names = list(sampled)
+        outputs = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[sampled[name] for name in names],
+                kv_connector_output=connector_output,
+            ),
+        )
+        if stats is not None:
+            self._count(stats.data)
+        for each in outputs.values():
+            for out in each.outputs:
+                answer = self.answers[out.request_id]
+                answer["tokens"] += out.new_token_ids
+                if out.finish_reason is not None:
+                    assert answer["finish"] is None, f"{out.request_id} ended twice"
+                    answer["finish"] = str(out.finish_reason)
+                if out.kv_transfer_params is not None:
+                    answer["params"] = out.kv_transfer_params
+            if each.scheduler_stats is not None and each.scheduler_stats.kv_connector_stats:
+                self._count({})
+
+    def _count(self, data: dict[str, Any]) -> None:
+        for name, value in data.items():
+            if isinstance(value, dict):
+                ours = self.stats.setdefault(name, {})
+                for reason, count in value.items():
+                    ours[reason] = ours.get(reason, 0) + count
+            elif not isinstance(value, list):
+                self.stats[name] = self.stats.get(name, 0) + value
+
+    def _forward(self, output: Any) -> dict[str, list[int]]:
+        work = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            # The scheduler has counted this step's tokens already.
+            begin = request.num_computed_tokens - count
+            tokens = list(request.all_token_ids)
+            chain = _chain(tokens)
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
+            self._check(name, chain, blocks, begin)
+            work.append((name, begin, begin + count, chain, blocks, len(tokens)))
+        for group, names in enumerate(self.layers):
+            for layer, layer_name in enumerate(names):
+                for _, begin, end, chain, blocks, _ in work:
+                    self._write(layer_name, layer, chain, blocks[group], begin, end)
+                if work:
+                    self.worker.save_kv_layer(layer_name, self.kv[layer_name], None)
+        return {
+            name: [int(chain[end - 1]) % 509 + 3] if end == total else []
+            for name, _, end, chain, _, total in work
+        }
+
+    def _write(
+        self, name: str, layer: int, chain: torch.Tensor, blocks: list[int], begin: int, end: int
+    ) -> None:
+        positions = torch.arange(begin, end)
+        slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size
+        slots += positions % self.block_size
+        kv = self.kv[name].view(-1, HEADS, 2 * self.block_size, HEAD_SIZE)
+        keys, values = kv.chunk(2, dim=2)
+        key, value = (_kv(chain[begin:end], layer, plane).contiguous() for plane in range(2))
+        ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, "vec")
+
+    def read(self, name: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V ``[token, head, content]`` of a block, as the kernel "vec" packs them."""
+        flat = self.kv[name][block].reshape(HEADS, -1)
+        half = self.block_size * HEAD_SIZE
+        keys = flat[:, :half].view(HEADS, HEAD_SIZE, self.block_size)
+        values = flat[:, half:].view(HEADS, self.block_size, HEAD_SIZE)
+        return keys.permute(2, 0, 1), values.permute(1, 0, 2)
+
+    def _check(
+        self, request: str, chain: torch.Tensor, blocks: tuple[list[int], ...], end: int
+    ) -> None:
+        for group, names in enumerate(self.layers):
+            window = self.windows[group]
+            first = 0 if window is None else max(0, end - window + 1)
+            for at in range(first // self.block_size, -(-end // self.block_size)):
+                begin = max(first, at * self.block_size)
+                stop = min(end, (at + 1) * self.block_size)
+                inside = slice(begin - at * self.block_size, stop - at * self.block_size)
+                for layer, name in enumerate(names):
+                    for plane, found in enumerate(self.read(name, blocks[group][at])):
+                        if not torch.equal(found[inside], _kv(chain[begin:stop], layer, plane)):
+                            self.wrong.append(
+                                f"{request}: {'kv'[plane]} of {name}, tokens {begin} to {stop}"
+                            )
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def expected(tokens: list[int], count: int) -> list[int]:
+    """Return the tokens that the arithmetic model generates."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(int(_chain(found)[-1]) % 509 + 3)
+    return found[len(tokens) :]
