@@ -1,0 +1,74 @@
+#ifndef KVXFER_DEVICE_KERNEL_HOST_H_
+#define KVXFER_DEVICE_KERNEL_HOST_H_
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "device/kernel/fibers.h"
+
+#define KVXFER_DEVICE inline
+#define KVXFER_KERNEL(threads) inline void
+#define KVXFER_SHARED static  // workgroups run one after another
+#define KVXFER_UNROLL
+
+#ifndef KVXFER_WAVE
+#define KVXFER_WAVE 32
+#endif
+
+namespace kvxfer::gpu {
+
+constexpr uint32_t kWave = KVXFER_WAVE;
+
+inline uint32_t thread_id() { return Fibers::current().thread(); }
+inline uint32_t group_x() { return Fibers::current().group_x(); }
+inline uint32_t group_y() { return Fibers::current().group_y(); }
+inline void barrier() { Fibers::current().barrier(); }
+inline uint32_t shuffle_xor(uint32_t value, uint32_t mask) {
+  return Fibers::current().shuffle_xor(value, mask);
+}
+
+// One fiber runs at a time, so plain additions are atomic.
+inline void add_global(uint64_t* to, uint64_t value) { *to += value; }
+inline void add_global(uint32_t* to, uint32_t value) { *to += value; }
+inline void add_shared(uint32_t* to, uint32_t value) { *to += value; }
+inline void or_shared(uint32_t* to, uint32_t value) { *to |= value; }
+
+template <class T>
+T load(const void* from) {
+  return *static_cast<const T*>(from);  // not memcpy: the sanitizer checks the alignment
+}
+template <class T>
+void store(void* to, T value) {
+  *static_cast<T*>(to) = value;
+}
+template <class T>
+T load_once(const void* from) {
+  return load<T>(from);
+}
+template <class T>
+void store_once(void* to, T value) {
+  store<T>(to, value);
+}
+
+inline uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value); }
+inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline int32_t round_even(float value) { return static_cast<int32_t>(std::nearbyintf(value)); }
+
+}  // namespace kvxfer::gpu
+
+#include "device/kernel/soft_fp8.h"
+
+namespace kvxfer::gpu {
+
+inline uint32_t fp8_e4m3x4(float a, float b, float c, float d) {
+  return soft_fp8x4<3, 7>(a, b, c, d);
+}
+inline uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
+  return soft_fp8x4<2, 15>(a, b, c, d);
+}
+
+}  // namespace kvxfer::gpu
+
+#endif  // KVXFER_DEVICE_KERNEL_HOST_H_

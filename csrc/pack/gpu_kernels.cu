@@ -1,0 +1,1 @@
+#include "pack/gpu_kernels.h"
