@@ -15,6 +15,12 @@ constexpr const char* kSchemeNames[] = {"raw", "fp8_e4m3", "fp8_e5m2", "int8", "
 constexpr const char* kScaleNames[] = {"float32", "bfloat16", "e8m0"};
 
 constexpr const CodecKernels* kVariants[] = {
+#if defined(__x86_64__)
+    &kAvx512Codec,
+    &kAvx2Codec,
+#elif defined(__aarch64__)
+    &kNeonCodec,
+#endif
     &kScalarCodec,
 };
 

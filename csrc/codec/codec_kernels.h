@@ -40,19 +40,29 @@ using DecodeKernel = bool (*)(const DecodeJob&, uint64_t& clamped);
 // Wide elements of two types: `count` of them. Returns how many were clamped.
 using ConvertKernel = uint64_t (*)(const std::byte* from, uint32_t count, std::byte* to);
 
-// One SIMD variant, indexed by Scheme less one and by ElementType: float32, float16, bfloat16.
+// Divides `count` floats by a scale, given its inverse, and rounds to an 8-bit float. The same.
+using Float8Kernel = uint64_t (*)(const float* values, float inverse, uint32_t count,
+                                  std::byte* to);
+
+constexpr size_t float8_index(ElementType element) {
+  return static_cast<size_t>(element) - static_cast<size_t>(ElementType::kFloat8E4M3FN);
+}
+
+// One SIMD variant, indexed by Scheme less one by ElementType (float32,
+// float16, bfloat16) and by float8_index().
 constexpr size_t kWideElements = 3;
 struct CodecKernels {
   const StripeKernels* stripes;  // the variant of the digest that it goes with
   EncodeKernel encode[kNumSchemes - 1][kWideElements];
   DecodeKernel decode[kNumSchemes - 1][kWideElements];
   ConvertKernel convert[kWideElements][kWideElements];
+  Float8Kernel to_float8[4];
 };
 
 // `Variant` has encode, decode and convert as static templates over what the tables are indexed by.
 template <class Variant>
 constexpr CodecKernels make_codec(const StripeKernels& stripes) {
-  CodecKernels made = {&stripes, {}, {}, {}};
+  CodecKernels made = {&stripes, {}, {}, {}, {}};
   const auto add_element = [&]<ElementType kElement>() {
     constexpr auto kIndex = static_cast<size_t>(kElement);
     made.encode[0][kIndex] = &Variant::template encode<Scheme::kFloat8E4M3, kElement>;
@@ -70,6 +80,10 @@ constexpr CodecKernels make_codec(const StripeKernels& stripes) {
   add_element.template operator()<ElementType::kFloat32>();
   add_element.template operator()<ElementType::kFloat16>();
   add_element.template operator()<ElementType::kBFloat16>();
+  made.to_float8[0] = &Variant::template to_float8<ElementType::kFloat8E4M3FN>;
+  made.to_float8[1] = &Variant::template to_float8<ElementType::kFloat8E4M3FNUZ>;
+  made.to_float8[2] = &Variant::template to_float8<ElementType::kFloat8E5M2>;
+  made.to_float8[3] = &Variant::template to_float8<ElementType::kFloat8E5M2FNUZ>;
   return made;
 }
 

@@ -187,6 +187,15 @@ struct Scalar {
     for (uint32_t i = 0; i < count; ++i) store<kTo>(load<kFrom>(from, i), to, i, clamped);
     return clamped;
   }
+
+  template <ElementType kTo>
+  static uint64_t to_float8(const float* values, float inverse, uint32_t count, std::byte* to) {
+    uint64_t clamped = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      to[i] = static_cast<std::byte>(to_small(values[i] * inverse, small_float(kTo), clamped));
+    }
+    return clamped;
+  }
 };
 
 }  // namespace

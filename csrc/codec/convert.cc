@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "codec/code_table.h"
@@ -42,19 +43,19 @@ Loss from_float8(const Stored& from, const Stored& to, const std::byte* source, 
   }
 }
 
-template <class Element>
 Loss to_float8(ElementType from, const Stored& to, const std::byte* source, uint32_t count,
                std::byte* target) {
-  const SmallFloat& format = small_float(to.element);
+  constexpr uint32_t kPiece = 512;
+  const CodecKernels& kernels = codec_kernels();
+  const auto widen = kernels.convert[static_cast<size_t>(from)][0];
+  const auto round = kernels.to_float8[float8_index(to.element)];
   const float inverse = 1.0f / to.scale;
+  float values[kPiece];
   Loss loss;
-  for (uint32_t i = 0; i < count; ++i) {
-    Element bits = 0;
-    std::memcpy(&bits, source + i * sizeof bits, sizeof bits);
-    const float value = from == ElementType::kFloat32    ? float_of(bits)
-                        : from == ElementType::kBFloat16 ? float_of(uint32_t{bits} << 16)
-                                                         : from_small(bits, kFloat16);
-    target[i] = static_cast<std::byte>(to_small(value * inverse, format, loss.clamped));
+  for (uint32_t begin = 0; begin < count; begin += kPiece) {
+    const uint32_t length = std::min(count - begin, kPiece);
+    widen(source + begin * element_bytes(from), length, reinterpret_cast<std::byte*>(values));
+    loss.clamped += round(values, inverse, length, target + begin);
   }
   return loss;
 }
@@ -79,11 +80,7 @@ Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, 
   }
   const FloatMode mode;
   if (is_float8(from.element)) return from_float8(from, to, source, count, target);
-  if (is_float8(to.element)) {
-    return element_bytes(from.element) == 4
-               ? to_float8<uint32_t>(from.element, to, source, count, target)
-               : to_float8<uint16_t>(from.element, to, source, count, target);
-  }
+  if (is_float8(to.element)) return to_float8(from.element, to, source, count, target);
   const auto convert =
       codec_kernels().convert[static_cast<size_t>(from.element)][static_cast<size_t>(to.element)];
   return {convert(source, count, target), 0};
