@@ -75,7 +75,7 @@ def prefill_reply(
         "remote_engine_id": engine,
         "remote_request_id": request,
         "remote_host": host,
-        "remote_port": int(port or 0),
+        "remote_port": int(port) if port.isdecimal() else 0,
         "tp_size": tp_size,
         "dcp_size": 1,
         "pp_size": pp_size,

@@ -86,6 +86,8 @@ class Worker:
             host = settings.host or (_own_address() if config.secret else "127.0.0.1")
             port = settings.port + parallel.rank if settings.port else 0
             listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if config.transport == "loopback":
+                listen = "loopback:"
         self._agent = kvxfer.Agent(
             f"{transfer.engine_id}/{parallel.rank}", listen=listen, config=config
         )

@@ -43,6 +43,7 @@ from kvxfer.integrations.vllm_connector import register
 HEADS, HEAD_SIZE, LAYERS = 4, 64, 2  # as rig.model has it, but for the layers
 DEAD = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
+torch.set_num_threads(1)  # tiny tensors: handing them to other threads takes longer than they do
 
 
 class _Layer:

@@ -1,0 +1,279 @@
+"""What goes wrong in production: each request still ends once, and no block is lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def pair(fake: Any) -> Any:
+    from rig import pair
+
+    return pair
+
+
+def _wait_expired(pair: Any, p: Any) -> None:
+    pair.step_until(lambda: p.stats.get("leases_expired", 0) > 0, p)
+
+
+def test_lease_ends_what_nobody_fetches(
+    engine: Callable[..., Any], pair: Any, log: list[str]
+) -> None:
+    p, d = engine("kv_producer", extra={"lease": 0.05}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    name, params = pair.prefill(p, tokens)
+    _wait_expired(pair, p)
+    pair.settle(p)
+    assert any(name in line and "nobody fetched" in line for line in log)
+    pair.decode(d, tokens, params, p)  # too late: recomputed, not answered from reused blocks
+    assert d.stats["failures"] == {"expired": 1}
+    assert d.stats["stale_tickets"] == 1
+    assert d.stats["recomputed_tokens"] == 99
+    pair.settle(p, d)
+
+
+def test_policy_fail(engine: Callable[..., Any], pair: Any) -> None:
+    p = engine("kv_producer", extra={"lease": 0.05})
+    d = engine("kv_consumer", policy="fail")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    _wait_expired(pair, p)
+    name = d.add(tokens, params=params)
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    assert d.answers[name] == {"tokens": [], "finish": "error", "params": None}
+    pair.settle(p, d)
+
+
+def test_a_ticket_serves_once(engine: Callable[..., Any], pair: Any) -> None:
+    p = engine("kv_producer")
+    first, second = engine("kv_consumer"), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    again = {**params}
+    pair.decode(first, tokens, params, p)
+    pair.settle(p)
+    pair.prefill(p, pair.prompt(1500))  # in the same blocks
+    pair.decode(second, tokens, again, p)
+    assert second.stats["failures"] == {"stale": 1}
+
+
+def test_params_of_another_prompt(engine: Callable[..., Any], pair: Any, log: list[str]) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    _, params = pair.prefill(p, pair.prompt(100))
+    pair.decode(d, pair.prompt(100, 1), params, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    assert any("mixed up two requests" in line for line in log)
+
+
+@pytest.mark.parametrize("missing", ["kvxfer", "remote_num_tokens", "tickets", "signature"])
+def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> None:
+    p, d = engine("kv_producer", extra={"lease": 0.5}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    if missing == "tickets":
+        params["kvxfer"] = {**params["kvxfer"], "tickets": 5}
+    elif missing == "signature":
+        params["kvxfer"]["tickets"]["g0"]["tokens"] = [0, 5000]
+    else:
+        del params[missing]
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] in ({"params": 1}, {"ticket": 1})
+    pair.settle(p, d)
+
+
+def test_other_weights_are_refused_by_name(
+    engine: Callable[..., Any], pair: Any, log: list[str], tmp_path: Path
+) -> None:
+    from rig.model import write_model
+
+    p = engine("kv_producer", model=write_model(tmp_path / "tuned", seed=5), extra={"lease": 0.5})
+    d = engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    theirs = params["kvxfer"]["fields"]["weights"]
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    ours = d.connector.scheduler._fields["weights"]
+    assert any(f"weights is {ours!r} here and {theirs!r} there" in line for line in log)
+    pair.settle(p, d)
+
+
+def test_other_tensor_parallelism_is_named(
+    engine: Callable[..., Any], pair: Any, log: list[str]
+) -> None:
+    p, d = engine("kv_producer", extra={"decode_tp_size": 2, "lease": 0.5}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params, p)
+    assert any("set decode_tp_size there" in line for line in log)
+    pair.settle(p, d)
+
+
+def test_secrets_differ(engine: Callable[..., Any], pair: Any) -> None:
+    p = engine("kv_producer", extra={"agent": {"secret": "a"}, "lease": 0.5, "host": "127.0.0.1"})
+    d = engine("kv_consumer", extra={"agent": {"secret": "b"}})
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"ticket": 1}
+    pair.settle(p, d)
+
+
+def test_prefill_side_dies_before_the_fetch(engine: Callable[..., Any], pair: Any) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    tokens = pair.prompt(300)
+    _, params = pair.prefill(p, tokens)
+    p.close()
+    pair.decode(d, tokens, params)
+    assert d.stats["failures"] == {"unreachable": 1}
+    pair.settle(d)
+
+
+def test_prefill_side_dies_during_the_fetch(engine: Callable[..., Any], pair: Any) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    warm = pair.prompt(64)
+    pair.decode(d, warm, pair.prefill(p, warm)[1], p)
+    tokens = pair.prompt(300)
+    _, params = pair.prefill(p, tokens)  # its worker makes the offer in the next step only
+    name = d.add(tokens, params=params)
+    d.step()
+    p.close()
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d)
+    pair.check(d, name, tokens)
+    assert set(d.stats["failures"]) <= {"closed", "peer_lost", "cancelled"}
+    pair.settle(d)
+
+
+def test_prefill_side_restarts(engine: Callable[..., Any], pair: Any) -> None:
+    d = engine("kv_consumer")
+    for number in range(2):
+        p = engine("kv_producer", engine_id="prefill")
+        tokens = pair.prompt(200, number)
+        _, params = pair.prefill(p, tokens)
+        pair.decode(d, tokens, params, p)
+        pair.settle(p)
+        p.close()
+    assert d.stats["loads"] == 2
+
+
+def test_load_times_out(engine: Callable[..., Any], pair: Any, log: list[str]) -> None:
+    p = engine("kv_producer")
+    d = engine("kv_consumer", extra={"load_timeout": 2.5, "watchdog": 0.5})
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params)  # the prefill side is stuck: it makes no step
+    assert d.stats["failures"] == {"timeout": 1}
+    assert any("has been waiting for its KV" in line for line in log)
+    pair.settle(p, d)
+
+
+def test_reports_that_nobody_waits_for_do_not_kill_the_engine(
+    engine: Callable[..., Any], pair: Any
+) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    name = pair.decode(d, tokens, params, p)
+    again = KVConnectorOutput(finished_sending={"who"}, finished_recving={name, "what"})
+    d.scheduler._update_from_kv_xfer_finished(again)
+    pair.settle(p, d)
+
+
+def test_wrong_bytes_are_noticed_by_the_comparison(engine: Callable[..., Any], pair: Any) -> None:
+    """The negative control of all tests with this rig."""
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    tokens = pair.prompt(200)
+    _, params = pair.prefill(p, tokens)
+    block = params["remote_block_ids"][0][2]
+    next(iter(p.kv.values()))[block, 1, 7, 3] += 1
+    name = d.add(tokens, params=params)
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    assert d.wrong
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_bytes_that_flip_on_their_way(engine: Callable[..., Any], pair: Any, digest: bool) -> None:
+    from kvxfer import _core
+
+    agent = {"transport": "loopback", "digest": digest}
+    p = engine("kv_producer", extra={"agent": agent, "lease": 1.0})
+    d = engine("kv_consumer", extra={"agent": agent})
+    faults = _core.LoopbackFaults()
+    faults.corrupt_write, faults.seed = 1.0, 3
+    there, here = p.worker.worker._agent, d.worker.worker._agent
+    here._peers.attach_loopback(there._peers, faults)
+    tokens = pair.prompt(200)
+    _, params = pair.prefill(p, tokens)
+    name = d.add(tokens, params=params)
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    if digest:
+        pair.check(d, name, tokens)
+        assert d.stats["failures"] == {"corrupt": 1}
+    else:
+        assert d.wrong
+    pair.settle(p, d)
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_churn(engine: Callable[..., Any], pair: Any, fake: Any, count: int) -> None:
+    """Short leases, few blocks, aborts at any time: no wrong token, no lost block, no hang."""
+    dice = random.Random(count)
+    p = engine("kv_producer", num_blocks=24, prefix_caching=False, extra={"lease": 0.05})
+    d = engine("kv_consumer", num_blocks=24, prefix_caching=False, extra={"load_timeout": 5})
+    prefills: dict[str, list[int]] = {}
+    late: dict[str, list[int]] = {}  # fetched only when the blocks are somebody else's
+    decodes: dict[str, tuple[list[int], int]] = {}
+    aborted: set[str] = set()
+
+    def fetch(name: str, tokens: list[int]) -> None:
+        length = dice.randrange(1, 5)
+        decodes[d.add(tokens, params=p.answers[name]["params"], max_tokens=length)] = tokens, length
+
+    begun = 0
+    deadline = time.monotonic() + 80 + count / 2
+    while begun < count or prefills or late or decodes:
+        if time.monotonic() > deadline:
+            pytest.fail(f"{begun} begun; {len(prefills)}, {len(late)}, {len(decodes)} open")
+        if begun < count and len(prefills) + len(late) + len(decodes) < 8:
+            tokens = pair.prompt(dice.randrange(1, 200), begun)
+            prefills[p.add(tokens, params=fake.prefill_params(), max_tokens=1)] = tokens
+            begun += 1
+        for side, open_ in ((p, prefills), (d, decodes)):
+            if open_ and dice.random() < 0.05:
+                name = dice.choice(list(open_))
+                side.abort(name)
+                aborted.add(name)
+        p.step()
+        d.step()
+        for name in [n for n in prefills if p.answers[n]["finish"] or n in aborted]:
+            tokens = prefills.pop(name)
+            chance = dice.random()
+            if p.answers[name]["params"] is None or chance < 0.1:
+                continue  # nobody fetches it
+            if chance < 0.3:
+                late[name] = tokens
+            else:
+                fetch(name, tokens)
+        for name in [n for n in late if p.status(n) is None]:
+            fetch(name, late.pop(name))
+        for name in [n for n in decodes if d.answers[n]["finish"] or n in aborted]:
+            tokens, length = decodes.pop(name)
+            if name not in aborted:
+                pair.check(d, name, tokens, length)
+    pair.settle(p, d)
+    assert not p.wrong
+    assert d.stats["loads"] > 0
+    assert p.stats["leases_expired"] > 0
+    assert d.stats["failures"]["expired"] > 0
