@@ -225,6 +225,11 @@ class Scheduler:
                 self._hold(name)
                 return True, None
             return False, None
+        if early is None and params.get("transfer_id") and self._settings.concurrent:
+            return (
+                False,
+                None,
+            )  # it was preempted: its offer is gone, and the fetch of it has failed
         if early is None:
             order = SendOrder(name, self._send_parts(name, blocks, tokens), ready=True)
             self._orders.send.append(order)

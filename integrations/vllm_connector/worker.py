@@ -28,7 +28,6 @@ from .stats import Stats
 
 logger = init_logger(__name__)
 
-_DECLINE_TIMEOUT = 5.0  # seconds; the lease ends what is not declined by then
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
 # After these the prefill side knows, or cannot be told.
 _SETTLED = {Status.STALE, Status.EXPIRED, Status.PEER_LOST, Status.UNREACHABLE, Status.CLOSED}
@@ -373,7 +372,7 @@ class Worker:
                     [0],
                     tokens=tokens,
                     first_slot=0,
-                    timeout=_DECLINE_TIMEOUT,
+                    timeout=self._settings.load_timeout,  # the offer may be made only then
                 )
                 self._declining[fetch] = time.monotonic()
                 self.stats.add(declined=1)

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 240  # imports alone take a quarter of a minute on a busy machine
+RIG = Path(__file__).parents[1]
+START_SECONDS = 480  # imports alone take a quarter of a minute on a busy machine
 ANSWER_SECONDS = 120
 
 
@@ -70,14 +71,19 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> None:
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+        """Wait until it answers something, be it that it doesn't know the path."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2)
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
                 return
+            except urllib.error.HTTPError:
+                return
+            except OSError:
+                pass
             time.sleep(0.5)
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
         raise RuntimeError(f"port {self.port} does not answer; the end of {self.log}:\n{tail}")
@@ -115,8 +121,8 @@ def start_engine(
     block_size: int = 32,
     dtype: str = "float32",
     policy: str = "recompute",
+    module: str | None = None,
     options: tuple[str, ...] = (),
-    env: dict[str, str] | None = None,
 ) -> Server:
     """Start an engine without waiting for it; `role` None is one without a connector."""
     port = free_port()
@@ -132,6 +138,8 @@ def start_engine(
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},
         }
+        if module is not None:  # else by its name: vLLM loads our entry point
+            transfer["kv_connector_module_path"] = module
         command += ["--kv-transfer-config", json.dumps(transfer)]
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -141,9 +149,17 @@ def start_engine(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
-        **(env or {}),
+        "PYTHONPATH": os.pathsep.join([str(RIG), os.environ.get("PYTHONPATH", "")]),
     }
     return Server(command, port, log, settings)
+
+
+def start_proxy(log: Path, prefill: Server, decode: Server, flow: str) -> Server:
+    port = free_port()
+    command = [sys.executable, "-m", "kvxfer.integrations.vllm_connector.proxy"]
+    command += ["--prefill", f"http://127.0.0.1:{prefill.port}", "--flow", flow]
+    command += ["--decode", f"http://127.0.0.1:{decode.port}", "--port", str(port)]
+    return Server(command, port, log, {})
 
 
 @contextlib.contextmanager

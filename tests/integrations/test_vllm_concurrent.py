@@ -1,0 +1,145 @@
+"""The concurrent flow: the decode side asks before, and while, the prefill side computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def pair(fake: Any) -> Any:
+    from rig import pair
+
+    return pair
+
+
+@pytest.fixture
+def known(engine: Callable[..., Any], pair: Any) -> Callable[[Any], dict[str, Any]]:
+    """What a proxy keeps of a prefill engine's first answer."""
+
+    def standing(p: Any) -> dict[str, Any]:
+        from kvxfer.integrations.vllm_connector.proxy import _standing
+
+        name, params = pair.prefill(p, pair.prompt(3))
+        p.step()
+        p.worker.worker._withdraw(name)  # nobody fetches this one
+        pair.settle(p)
+        return _standing(params)
+
+    return standing
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_asked_at_once(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any, first: str
+) -> None:
+    p = engine("kv_producer", max_batched_tokens=128)  # several chunks
+    d = engine("kv_consumer", block_size=64)
+    standing = known(p)
+    for number, length in enumerate((1, 2, 33, 128, 129, 700)):
+        tokens = pair.prompt(length, number)
+        transfer = f"transfer-{number}"
+        asks = {
+            "prefill": lambda t=tokens, x=transfer: p.add(
+                t, params=fake.prefill_params(transfer_id=x), max_tokens=1
+            ),
+            "decode": lambda t=tokens, x=transfer: d.add(t, params={**standing, "transfer_id": x}),
+        }
+        names = {first: asks.pop(first)()}
+        for _ in range(3):
+            (p if first == "prefill" and length < 128 else d).step()
+        (other,) = asks
+        names[other] = asks[other]()
+        pair.step_until(lambda: d.answers[names["decode"]]["finish"] is not None, d, p)  # noqa: B023
+        pair.check(d, names["decode"], tokens)
+    pair.settle(p, d)
+    assert d.stats["loads"] == 5
+    assert "failures" not in d.stats
+
+
+def test_layers_are_sent_while_others_are_computed(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    standing = known(p)
+    tokens = pair.prompt(200)
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.step()
+    (load,) = d.worker.worker._loads.values()
+    p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    written = p.worker.save_kv_layer
+    seen = []
+
+    def save(layer: str, *rest: Any) -> None:
+        written(layer, *rest)
+        want = len(seen) + 1
+        pair.step_until(lambda: load.fetches[0].report.chunks >= want)
+        seen.append(layer)
+
+    p.worker.save_kv_layer = save
+    p.step()
+    assert seen == p.layers[0]  # each layer has arrived before the next was written
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    pair.check(d, name, tokens)
+    pair.settle(p, d)
+
+
+def test_prefill_aborted_in_the_middle(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p = engine("kv_producer", max_batched_tokens=64)
+    d = engine("kv_consumer", extra={"load_timeout": 1.0})
+    standing = known(p)
+    tokens = pair.prompt(400)
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.step()
+    prefill = p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    p.step()
+    p.abort(prefill)
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    pair.check(d, name, tokens)
+    assert d.stats["failures"] == {"timeout": 1}
+    pair.settle(p, d)
+
+
+def test_decode_aborted_before_the_prefill(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p, d = engine("kv_producer", extra={"lease": 1000}), engine("kv_consumer")
+    standing = known(p)
+    tokens = pair.prompt(400)
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.step()
+    d.abort(name)
+    pair.settle(d)
+    prefill = p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    pair.step_until(lambda: p.answers[prefill]["finish"] is not None, p)
+    pair.settle(p, d)  # declined: long before the lease ends
+
+
+def test_preempted_after_it_was_offered(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    """A proxy that lets the prefill side go on generating, and a cache that is too small."""
+    p, d = engine("kv_producer", num_blocks=14), engine("kv_consumer")
+    standing = known(p)
+    prompts = [pair.prompt(100, number) for number in range(3)]
+    sent = [
+        p.add(tokens, params=fake.prefill_params(transfer_id=f"x{at}"), max_tokens=60)
+        for at, tokens in enumerate(prompts)
+    ]
+    names = [
+        d.add(tokens, params={**standing, "transfer_id": f"x{at}"})
+        for at, tokens in enumerate(prompts)
+    ]
+    pair.step_until(lambda: all(p.answers[name]["finish"] for name in sent), p, d)
+    pair.step_until(lambda: all(d.answers[name]["finish"] for name in names), d, p)
+    for tokens, name in zip(prompts, names, strict=True):
+        pair.check(d, name, tokens)
+    for tokens, name in zip(prompts, sent, strict=True):
+        pair.check(p, name, tokens, 60)
+    pair.settle(p, d)
