@@ -8,6 +8,19 @@
 
 namespace kvxfer::gpu {
 
+#ifndef KVXFER_GPU_UNROLL
+#define KVXFER_GPU_UNROLL 4
+#endif
+constexpr uint32_t kUnroll = KVXFER_GPU_UNROLL;  // accesses of a thread that are under way at once
+
+KVXFER_DEVICE uint32_t divide(uint32_t n, const Divider& divider) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(n) * divider.magic >> divider.shift);
+}
+
+KVXFER_DEVICE char* address_of(uint64_t address) {
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(address));
+}
+
 struct Halves {
   uint32_t low, high;
 };
@@ -52,9 +65,9 @@ KVXFER_DEVICE uint64_t add_from(uint64_t value, uint32_t mask) {
 }
 
 // Adds what the threads of the workgroup have to the digest's words. Thread i holds kPerThread lanes,
-// from (i % (8 / kPerThread)) * kPerThread on. All threads take part.
+// from (i % (8 / kPerThread)) * kPerThread + shift on, modulo 8. All threads take part.
 template <uint32_t kPerThread>
-KVXFER_DEVICE void add_lanes(Lane (&lanes)[kPerThread], uint64_t* digest) {
+KVXFER_DEVICE void add_lanes(Lane (&lanes)[kPerThread], uint64_t* digest, uint32_t shift = 0) {
   constexpr uint32_t kSharing = 8 / kPerThread;
   constexpr uint32_t kWaves = kThreads / kWave;
   KVXFER_SHARED uint64_t partial[kWaves][kDigestWords];
@@ -74,7 +87,7 @@ KVXFER_UNROLL
   if (in_wave < kSharing) {
 KVXFER_UNROLL
     for (uint32_t i = 0; i < kPerThread; ++i) {
-      const uint32_t lane = in_wave * kPerThread + i;
+      const uint32_t lane = (in_wave * kPerThread + i + shift) % 8;
       partial[wave][lane] = lanes[i].sum;
       partial[wave][8 + lane] = lanes[i].p;
       partial[wave][16 + lane] = lanes[i].q;

@@ -4,6 +4,9 @@
 // The entry points, by the names that the host loads them under. Included by gpu_kernels.cu and
 // gpu_kernels.hip, and by the tests that run them as fibers.
 
+#include "pack/gpu_chunk_ends.h"
+#include "pack/gpu_panel_any.h"
+#include "pack/gpu_panel_fast.h"
 #include "pack/gpu_raw_kernels.h"
 
 // Grid: (ranges of the longest chunk, chunks). kvxfer_pack_raw16 has 16-byte accesses.
@@ -30,5 +33,40 @@ KVXFER_RAW_KERNELS(4)
 KVXFER_RAW_KERNELS(1)
 
 #undef KVXFER_RAW_KERNELS
+
+#define KVXFER_PANEL_KERNEL(name, ...)                                                           \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) name(const kvxfer::gpu::PanelLaunch launch) {     \
+    kvxfer::gpu::__VA_ARGS__(launch);                                                            \
+  }
+
+// Grid: (panels / per_group, 1), or (chunks, 1) for the ends.
+KVXFER_PANEL_KERNEL(kvxfer_pack_panels, pack_any)
+KVXFER_PANEL_KERNEL(kvxfer_unpack_panels, unpack_any)
+KVXFER_PANEL_KERNEL(kvxfer_finish_chunks, finish_chunk)
+KVXFER_PANEL_KERNEL(kvxfer_check_chunks, check_chunk)
+KVXFER_PANEL_KERNEL(kvxfer_put_raw_rows, put_raw_rows)
+
+// kvxfer_pack_e4m3_bfloat16_128: rows of 128 elements.
+#define KVXFER_FAST_KERNELS(scheme, scheme_number, element, element_number)                      \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_64,                                     \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 1>)     \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_128,                                    \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 2>)     \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_256,                                    \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 4>)     \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_576,                                    \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 9>)     \
+  KVXFER_PANEL_KERNEL(kvxfer_unpack_##scheme##_##element,                                        \
+                      unpack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number>)
+
+KVXFER_FAST_KERNELS(e4m3, kE4M3, bfloat16, kBFloat16)
+KVXFER_FAST_KERNELS(e4m3, kE4M3, float16, kFloat16)
+KVXFER_FAST_KERNELS(e5m2, kE5M2, bfloat16, kBFloat16)
+KVXFER_FAST_KERNELS(e5m2, kE5M2, float16, kFloat16)
+KVXFER_FAST_KERNELS(int8, kInt8, bfloat16, kBFloat16)
+KVXFER_FAST_KERNELS(int8, kInt8, float16, kFloat16)
+
+#undef KVXFER_FAST_KERNELS
+#undef KVXFER_PANEL_KERNEL
 
 #endif  // KVXFER_PACK_GPU_KERNELS_H_

@@ -12,20 +12,7 @@
 
 namespace kvxfer::gpu {
 
-#ifndef KVXFER_GPU_UNROLL
-#define KVXFER_GPU_UNROLL 4
-#endif
-constexpr uint32_t kUnroll = KVXFER_GPU_UNROLL;  // accesses of a thread that are under way at once
-
 constexpr uint32_t kUnit = 16;  // bytes of the wire that a thread moves at a time
-
-KVXFER_DEVICE uint32_t divide(uint32_t n, const Divider& divider) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(n) * divider.magic >> divider.shift);
-}
-
-KVXFER_DEVICE char* address_of(uint64_t address) {
-  return reinterpret_cast<char*>(static_cast<uintptr_t>(address));
-}
 
 KVXFER_DEVICE char* memory_at(const RawChunk& chunk, uint32_t offset) {
   const uint32_t at = chunk.phase + offset;

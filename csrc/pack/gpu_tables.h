@@ -36,6 +36,78 @@ struct RawChunk {
 };
 static_assert(sizeof(RawChunk) == 40);
 
+constexpr uint32_t kMostPanelRows = 256;
+
+// Where the rows of one layer and plane lie, and what they hold.
+struct PanelView {
+  int64_t block_stride = 0;
+  int64_t token_stride = 0;
+  float inverse = 1.0f;  // 1 / the cache's own scale
+  uint32_t reserved = 0;
+};
+
+// How the panels of a plane are encoded, in its middle stretch or, as scheme 0, in the others.
+struct PanelKind {
+  uint8_t scheme = 0;
+  uint8_t scale_format = 0;
+  uint8_t producer = 0;  // ElementType
+  uint8_t own = 0;       // of the cache here
+  uint32_t group = 0;    // 1 to content
+  uint32_t content = 0;
+  uint32_t reserved = 0;
+};
+
+struct PanelEntry {
+  uint64_t base = 0;       // address of the head's first row in block 0
+  uint32_t first = 0;      // slot of the first token, counted from the start of the block table
+  uint32_t wire = 0;       // offset in the chunk, a multiple of 16
+  uint32_t first_row = 0;  // rows of the chunk before it
+  uint32_t chunk = 0;
+  uint32_t view = 0;
+  uint16_t rows = 0;
+  uint16_t kind = 0;
+};
+static_assert(sizeof(PanelEntry) == 32);
+
+struct PanelChunk {
+  uint64_t wire = 0;         // address, a multiple of 16
+  uint64_t marks = 0;        // address of a byte for each row, 1 for those that go raw; zero at first
+  uint32_t first_entry = 0;  // of its panels
+  uint32_t panels = 0;
+  uint32_t rows = 0;
+  uint32_t panels_end = 0;  // bytes of header and panels
+  uint32_t first_panel = 0;
+  uint32_t bytes = 0;  // that came, when unpacking
+};
+
+// What kernels find out about a chunk. The host sets it to zero before.
+struct PanelState {
+  uint64_t digest[kDigestWords] = {};
+  uint64_t clamped = 0;
+  uint32_t exceptions = 0;
+  uint32_t bytes = 0;    // of the whole chunk
+  uint32_t refused = 0;  // not 0: the header or an index is wrong, nothing was written
+  uint32_t reserved = 0;
+};
+
+// What all panel kernels of a launch get. Addresses are the device's.
+struct PanelLaunch {
+  const PanelEntry* entries;  // of all chunks, in their order
+  const uint32_t* order;      // entries that this launch works on
+  const PanelView* views;
+  const PanelKind* kinds;
+  const uint32_t* blocks;
+  const PanelChunk* chunks;
+  const unsigned char* header;  // of a chunk of no panels
+  PanelState* states;
+  uint32_t count;      // of `order`
+  uint32_t per_group;  // panels that a workgroup works on
+  uint32_t block_size;
+  Divider blocks_of;  // by block_size
+  uint32_t header_bytes;
+  uint32_t reserved;
+};
+
 }  // namespace kvxfer::gpu
 
 #endif  // KVXFER_PACK_GPU_TABLES_H_

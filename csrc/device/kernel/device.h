@@ -21,10 +21,10 @@
 //   add_global, add_shared, or_shared    atomic, relaxed
 //   load<T>, store<T>           T of 1, 2, 4, 8 or 16 bytes, aligned, in global memory
 //   load_once<T>, store_once<T> the same, for what nobody reads again soon
-//   multiply_high
 //   float_bits, bits_float
 //   fp8_e4m3x4, fp8_e5m2x4      four floats, each within +-largest, to four OCP bytes, rounded to
 //                               nearest even; a zero may come out as 0x80
+//   half_float, float_half      float16 bits to float32 (exact) and back (|value| <= 65504)
 //   round_even                  to an integer, of a float within +-2^22
 //
 // Floating-point contraction is off (-fmad=false, -ffp-contract=off): results are those of the host.

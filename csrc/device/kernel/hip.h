@@ -99,6 +99,13 @@ KVXFER_DEVICE void store_once(void* to, T value) {
 KVXFER_DEVICE uint32_t float_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 KVXFER_DEVICE float bits_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
+KVXFER_DEVICE float half_float(uint32_t bits) {
+  return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
+}
+KVXFER_DEVICE uint32_t float_half(float value) {
+  return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value));
+}
+
 KVXFER_DEVICE int32_t round_even(float value) {
   return static_cast<int32_t>(__builtin_rintf(value));
 }
@@ -123,5 +130,7 @@ KVXFER_DEVICE uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
 }
 
 }  // namespace kvxfer::gpu
+
+#include "device/kernel/soft_fp8.h"
 
 #endif  // KVXFER_DEVICE_KERNEL_HIP_H_

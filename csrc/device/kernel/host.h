@@ -62,6 +62,17 @@ inline int32_t round_even(float value) { return static_cast<int32_t>(std::nearby
 
 namespace kvxfer::gpu {
 
+inline float half_float(uint32_t bits) {
+  const uint32_t sign = (bits & 0x8000) << 16;
+  const uint32_t magnitude = bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+}
+inline uint32_t float_half(float value) {
+  const uint32_t bits = float_bits(value);
+  return (bits >> 16 & 0x8000) | soft_round<10, 15>(bits & 0x7fffffff);
+}
+
 inline uint32_t fp8_e4m3x4(float a, float b, float c, float d) {
   return soft_fp8x4<3, 7>(a, b, c, d);
 }

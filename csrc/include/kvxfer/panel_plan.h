@@ -47,6 +47,7 @@ class PanelPlan {
  private:
   friend class PanelCursor;
   friend class PanelCoder;
+  friend class GpuPanelTable;
   friend void zero_tail(const PanelPlan& plan);
 
   // Consecutive tokens that are cut into runs of panel_tokens; the last run may be shorter.
