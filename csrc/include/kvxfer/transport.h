@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -91,6 +92,11 @@ class Link {
 
   // Human-readable facts for reports: addresses, streams, rails.
   virtual std::string describe() const = 0;
+
+  // How many bytes a second the link itself carries towards the peer, as far as it is known:
+  // measured where enough was sent, else what its interface says. None where nothing is known, or
+  // where there is no link: memory is shared. Never waits; locks none of the sink's owner's locks.
+  virtual std::optional<double> rate() const { return std::nullopt; }
 };
 
 // The threads that all links of one agent share: "kvx-ctl" for control messages and timers, and
@@ -136,11 +142,12 @@ std::shared_ptr<Link> make_tcp_link(IoThreads& threads, int control_fd, std::vec
 struct LoopbackFaults {
   double drop_message = 0;
   double duplicate_message = 0;
-  double drop_write = 0;       // never lands; the writer is told that it was written
-  double duplicate_write = 0;  // lands twice, the second time perhaps after others
-  double reorder_write = 0;    // held back until the next one has landed
-  double corrupt_write = 0;    // one bit of the bytes that landed is flipped
-  uint32_t delay_us = 0;       // up to this long between write() and on_incoming()
+  double drop_write = 0;          // never lands; the writer is told that it was written
+  double duplicate_write = 0;     // lands twice, the second time perhaps after others
+  double reorder_write = 0;       // held back until the next one has landed
+  double corrupt_write = 0;       // one bit of the bytes that landed is flipped
+  uint32_t delay_us = 0;          // up to this long between write() and on_incoming()
+  uint64_t bytes_per_second = 0;  // that writes are paced to, and Link::rate(); 0: no limit
   uint64_t seed = 1;
 };
 

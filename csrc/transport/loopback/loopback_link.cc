@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -53,6 +54,10 @@ class LoopbackLink final : public LinkBase {
 
   const char* transport() const override { return "loopback"; }
   std::string describe() const override { return "loopback within the process"; }
+  std::optional<double> rate() const override {
+    const uint64_t paced = dice_.faults().bytes_per_second;
+    return paced > 0 ? std::optional(static_cast<double>(paced)) : std::nullopt;
+  }
 
   void send(std::span<const std::byte> message) override {
     const auto peer = peer_.lock();
@@ -177,12 +182,25 @@ class LoopbackLink final : public LinkBase {
     auto land = [weak = peer.weak<LoopbackLink>(), write, flip] {
       if (const auto self = weak.lock()) self->land(write, flip);
     };
-    if (delay == 0) {
+    TimePoint when = sent(write->bytes.size() + write->notice.size());
+    if (delay > 0) when += std::chrono::microseconds(dice_.below(uint64_t{delay} + 1));
+    if (when <= Clock::now()) {
       peer.bulk_->post(std::move(land));
     } else {
-      const auto wait = std::chrono::microseconds(dice_.below(uint64_t{delay} + 1));
-      peer.bulk_->post_at(Clock::now() + wait, std::move(land));
+      peer.bulk_->post_at(when, std::move(land));
     }
+  }
+
+  // When a link of this rate would have sent so many bytes, one write after the other.
+  TimePoint sent(uint64_t bytes) {
+    const uint64_t rate = dice_.faults().bytes_per_second;
+    const TimePoint now = Clock::now();
+    if (rate == 0) return now;
+    const auto takes = std::chrono::duration_cast<Duration>(
+        std::chrono::duration<double>(static_cast<double>(bytes) / static_cast<double>(rate)));
+    const std::lock_guard lock(mutex_);
+    free_at_ = std::max(free_at_, now) + takes;
+    return free_at_;
   }
 
   // On this end's bulk loop. `flip`: 1 + the bit to turn over, or 0.
@@ -214,6 +232,7 @@ class LoopbackLink final : public LinkBase {
   std::vector<Bytes> early_;                                               // guarded by mutex_
   std::vector<std::pair<std::shared_ptr<Write>, uint64_t>> early_writes_;  // guarded by mutex_
   std::shared_ptr<Write> held_;                                            // guarded by mutex_
+  TimePoint free_at_{};                                                    // guarded by mutex_
 };
 
 }  // namespace

@@ -2,7 +2,9 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/unique_fd.h"
 #include "kvxfer/status.h"
@@ -10,6 +12,7 @@
 #include "transport/common/link_base.h"
 #include "transport/common/socket.h"
 #include "transport/tcp/data_stream.h"
+#include "transport/tcp/link_rate.h"
 
 namespace kvxfer {
 namespace {
@@ -23,7 +26,8 @@ class TcpLink final : public LinkBase {
         description_("tcp " + local_address(control_socket.get()) + " - " +
                      peer_address(control_socket.get()) + ", " + std::to_string(data.size()) +
                      " data stream" + (data.size() == 1 ? "" : "s")),
-        socket_(threads.control(), std::move(control_socket)) {
+        socket_(threads.control(), std::move(control_socket)),
+        rate_(descriptors(data)) {
     for (size_t i = 0; i < data.size(); ++i) {
       streams_.push_back(std::make_unique<DataStream>(threads.bulk(i), std::move(data[i])));
     }
@@ -31,6 +35,7 @@ class TcpLink final : public LinkBase {
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override { return description_; }
+  std::optional<double> rate() const override { return rate_.read(); }
 
   void send(std::span<const std::byte> message) override {
     if (closing()) return;
@@ -103,6 +108,12 @@ class TcpLink final : public LinkBase {
     TcpLink& link_;
   };
 
+  static std::vector<int> descriptors(const std::vector<UniqueFd>& sockets) {
+    std::vector<int> all;
+    for (const UniqueFd& socket : sockets) all.push_back(socket.get());
+    return all;
+  }
+
   DataStream& choose_stream() {
     size_t best = next_.fetch_add(1, std::memory_order_relaxed) % streams_.size();
     for (size_t i = 0; i < streams_.size(); ++i) {
@@ -168,6 +179,7 @@ class TcpLink final : public LinkBase {
   const std::string description_;
   FrameSocket socket_;
   std::vector<std::unique_ptr<DataStream>> streams_;
+  mutable LinkRate rate_;  // of the streams' sockets
   std::atomic<size_t> next_{0};
 };
 
