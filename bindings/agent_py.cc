@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <optional>
+#include <string>
 
 #include "kvxfer/agent.h"
 #include "register.h"
@@ -76,6 +78,27 @@ StatusCode to_code(const std::string& name) {
   throw Error(StatusCode::kInvalid, "there is no status '" + name + "'");
 }
 
+ScaleFormat to_scale_format(const std::string& name) {
+  for (const auto format : {ScaleFormat::kFloat32, ScaleFormat::kBFloat16, ScaleFormat::kE8M0}) {
+    if (name == scale_format_name(format)) return format;
+  }
+  throw Error(StatusCode::kInvalid,
+              "scale \"" + name + "\" is not known; there are float32, bfloat16 and e8m0");
+}
+
+CodecSpec make_codec_spec(const std::string& codec, std::optional<uint32_t> panel_tokens,
+                          std::optional<uint32_t> group, const std::optional<std::string>& scale,
+                          uint32_t raw_until, uint32_t raw_from) {
+  CodecSpec spec;
+  spec.codec = codec_from_name(codec);
+  spec.panel_tokens = panel_tokens.value_or(spec.panel_tokens);
+  spec.group = group.value_or(spec.group);
+  if (scale) spec.scale = to_scale_format(*scale);
+  spec.raw_until = raw_until;
+  spec.raw_from = raw_from;
+  return spec;
+}
+
 void register_options(py::module_& module) {
   py::class_<AgentOptions>(module, "AgentOptions")
       .def(py::init<>())
@@ -103,6 +126,7 @@ void register_options(py::module_& module) {
       .def_readwrite("reorder_write", &LoopbackFaults::reorder_write)
       .def_readwrite("corrupt_write", &LoopbackFaults::corrupt_write)
       .def_readwrite("delay_us", &LoopbackFaults::delay_us)
+      .def_readwrite("bytes_per_second", &LoopbackFaults::bytes_per_second)
       .def_readwrite("seed", &LoopbackFaults::seed);
 
   py::class_<FetchReport>(module, "FetchReport")
@@ -114,7 +138,13 @@ void register_options(py::module_& module) {
       .def_readonly("why", &FetchReport::why)
       .def_readonly("wire_order", &FetchReport::wire_order)
       .def_readonly("link", &FetchReport::link)
-      .def_readonly("peers", &FetchReport::peers);
+      .def_readonly("peers", &FetchReport::peers)
+      .def_readonly("codec", &FetchReport::codec)
+      .def_property_readonly("codec_why",
+                             [](const FetchReport& report) { return to_text(report.codec_why); })
+      .def_readonly("wire_bytes", &FetchReport::wire_bytes)
+      .def_readonly("exceptions", &FetchReport::exceptions)
+      .def_readonly("clamped", &FetchReport::clamped);
 
   py::class_<AgentStats>(module, "AgentStats")
       .def_readonly("offers", &AgentStats::offers)
@@ -126,7 +156,15 @@ void register_options(py::module_& module) {
       .def_readonly("quarantined_slots", &AgentStats::quarantined_slots)
       .def_readonly("bytes_sent", &AgentStats::bytes_sent)
       .def_readonly("bytes_received", &AgentStats::bytes_received)
+      .def_readonly("wire_bytes_sent", &AgentStats::wire_bytes_sent)
+      .def_readonly("wire_bytes_received", &AgentStats::wire_bytes_received)
       .def_readonly("digest_errors", &AgentStats::digest_errors);
+
+  py::class_<CodecSpec>(module, "CodecSpec")
+      .def(py::init(&make_codec_spec), py::kw_only(), py::arg("codec") = "raw",
+           py::arg("panel_tokens") = std::nullopt, py::arg("group") = std::nullopt,
+           py::arg("scale") = std::nullopt, py::arg("raw_until") = 0,
+           py::arg("raw_from") = UINT32_MAX);
 }
 
 void register_handles(py::module_& module) {
@@ -180,16 +218,18 @@ void register_agent(py::module_& module) {
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
              const BlockTable& table, uint32_t num_tokens, double timeout,
              const std::vector<std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t>>&
-                 parts) {
-            FetchSpec spec{offer_id, to_generation(generation), cache, table, num_tokens, timeout,
-                           {}};
+                 parts,
+             const CodecSpec& codec) {
+            FetchSpec spec{
+                offer_id, to_generation(generation), cache, table, num_tokens, timeout, {}, codec};
             for (const auto& [peer, layers, begin, end] : parts)
               spec.parts.push_back({peer, layers, begin, end});
             py::gil_scoped_release release;
             return agent.fetch(spec);
           },
           py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
-          py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"))
+          py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"),
+          py::arg("codec"))
       .def(
           "renew",
           [](Agent& agent, PeerId peer, const std::string& offer_id, const py::bytes& generation) {

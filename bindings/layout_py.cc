@@ -50,7 +50,7 @@ CacheLayout make_layout(uint32_t num_blocks, uint32_t block_size, uint32_t num_h
                         std::vector<std::string> layers,
                         const std::vector<std::tuple<std::string, uint32_t>>& planes,
                         const std::vector<ViewTuple>& views, const std::string& element,
-                        uint32_t first_head, std::string model) {
+                        uint32_t first_head, std::string model, std::vector<float> scales) {
   CacheLayout layout;
   layout.model = std::move(model);
   layout.element = element_from_name(element);
@@ -63,6 +63,7 @@ CacheLayout make_layout(uint32_t num_blocks, uint32_t block_size, uint32_t num_h
   for (const auto& [address, block, head, token, content] : views) {
     layout.views.push_back({reinterpret_cast<std::byte*>(address), block, head, token, content});
   }
+  layout.scales = std::move(scales);
   return layout;
 }
 
@@ -95,7 +96,8 @@ void register_cache_layout(py::module_& module) {
                           "Where an engine's paged KV memory lies. It does not keep that alive.")
       .def(py::init(&make_layout), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"),
            py::arg("num_heads"), py::arg("layers"), py::arg("planes"), py::arg("views"),
-           py::arg("element") = "bfloat16", py::arg("first_head") = 0, py::arg("model") = "")
+           py::arg("element") = "bfloat16", py::arg("first_head") = 0, py::arg("model") = "",
+           py::arg("scales") = std::vector<float>())
       .def_readonly("model", &CacheLayout::model)
       .def_property_readonly("element",
                              [](const CacheLayout& layout) { return element_name(layout.element); })
@@ -106,6 +108,7 @@ void register_cache_layout(py::module_& module) {
       .def_property_readonly("layers", [](const CacheLayout& layout) { return layout.layers; })
       .def_property_readonly("planes", &planes_of)
       .def_property_readonly("views", &views_of)
+      .def_property_readonly("scales", [](const CacheLayout& layout) { return layout.scales; })
       .def("token_bytes", &CacheLayout::token_bytes)
       .def("validate", &CacheLayout::validate);
 }

@@ -7,6 +7,7 @@ side fetches them with the offer's ticket. See the README for a first example.
 from kvxfer import _core
 from kvxfer.agent import Agent
 from kvxfer.cache import Cache
+from kvxfer.codecs import Codec, CodecInfo, codecs, tiered
 from kvxfer.config import Config
 from kvxfer.errors import (
     ClosedError,
@@ -31,6 +32,8 @@ __all__ = [
     "AgentRef",
     "Cache",
     "ClosedError",
+    "Codec",
+    "CodecInfo",
     "Config",
     "ConfigError",
     "Error",
@@ -47,6 +50,8 @@ __all__ = [
     "TransferError",
     "Transport",
     "__version__",
+    "codecs",
     "issue_ticket",
+    "tiered",
     "transports",
 ]

@@ -20,6 +20,7 @@ class CacheLayout:
         element: str = "bfloat16",
         first_head: int = 0,
         model: str = "",
+        scales: list[float] = [],
     ) -> None: ...
     @property
     def model(self) -> str: ...
@@ -40,6 +41,9 @@ class CacheLayout:
     @property
     def views(self) -> list[tuple[int, int, int, int, int]]:
         """Address and block, kv head, token and content strides in bytes, layer by layer."""
+    @property
+    def scales(self) -> list[float]:
+        """What stored numbers are multiplied by, of each plane, layer by layer; empty for 1."""
     def token_bytes(self) -> int: ...
     def validate(self) -> None: ...
 
@@ -275,6 +279,7 @@ class LoopbackFaults:
     reorder_write: float
     corrupt_write: float
     delay_us: int
+    bytes_per_second: int
     seed: int
     def __init__(self) -> None: ...
 
@@ -299,6 +304,16 @@ class FetchReport:
     def link(self) -> str: ...
     @property
     def peers(self) -> list[str]: ...
+    @property
+    def codec(self) -> str: ...
+    @property
+    def codec_why(self) -> str: ...
+    @property
+    def wire_bytes(self) -> int: ...
+    @property
+    def exceptions(self) -> int: ...
+    @property
+    def clamped(self) -> int: ...
 
 class AgentStats:
     """Counts of what an agent held at one moment: all zero, or at capacity, when it is at rest."""
@@ -322,7 +337,27 @@ class AgentStats:
     @property
     def bytes_received(self) -> int: ...
     @property
+    def wire_bytes_sent(self) -> int:
+        """Those of bytes_sent, as they were encoded."""
+    @property
+    def wire_bytes_received(self) -> int: ...
+    @property
     def digest_errors(self) -> int: ...
+
+class CodecSpec:
+    """How a fetch wants elements to be encoded. What is None is the default."""
+
+    def __init__(
+        self,
+        *,
+        codec: str = "raw",
+        panel_tokens: int | None = None,
+        group: int | None = None,
+        scale: str | None = None,
+        raw_until: int = 0,
+        raw_from: int = 0xFFFFFFFF,
+    ) -> None:
+        """Raises InvalidError for a codec or scale that is not known."""
 
 class Offer:
     """The blocks of one request, pinned until released. Thread-safe; outlives its agent."""
@@ -398,6 +433,7 @@ class Agent:
         num_tokens: int,
         timeout: float,
         parts: Sequence[tuple[int, Sequence[int], int, int]],
+        codec: CodecSpec,
     ) -> Fetch:
         """Fetch the tokens from table.first_token on. A part: peer, layers, heads begin and end."""
     def renew(self, peer: int, offer_id: str, generation: bytes) -> None:

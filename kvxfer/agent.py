@@ -17,6 +17,7 @@ from typing import Any
 
 from kvxfer import _core
 from kvxfer.cache import Cache
+from kvxfer.codecs import Codec
 from kvxfer.config import Config
 from kvxfer.cover import cover
 from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
@@ -244,7 +245,7 @@ class Agent:
         tokens: slice | None = None,
         first_slot: int | None = None,
         timeout: float = 30.0,
-        codec: str = "raw",
+        codec: str | Codec | None = None,
     ) -> Fetch:
         """Start to fetch the KV of an offer into local blocks; returns at once.
 
@@ -256,8 +257,9 @@ class Agent:
         ticket
             From `Offer.ticket` or `issue_ticket`.
         cache
-            A registered cache. Its block size, axis order and plane arrangement may differ from the
-            producer's; model, element type, planes and head size may not.
+            A registered cache. Its block size, axis order, plane arrangement and element type may
+            differ from the producer's; model, planes and head size may not. Floats become this
+            cache's floats, divided by its scales; the report counts what did not fit.
         blocks
             Block ids, distinct; more than needed are left alone.
         tokens
@@ -269,7 +271,8 @@ class Agent:
         timeout
             Seconds until the fetch fails with TIMEOUT.
         codec
-            Encoding on the wire; ``"raw"`` sends elements as they are.
+            Encoding on the wire, as ``"int8"``, ``"auto"`` or `tiered`; `codecs` says which there
+            are. Left out, `Config.codec`, which is ``"raw"``: elements as they are.
 
         Raises
         ------
@@ -278,15 +281,14 @@ class Agent:
             hold all of the cache's layers and heads.
         InvalidError
             Blocks out of range, repeated or too few; tokens not on offer; a cache that is not
-            registered.
+            registered; an unknown codec or option.
         """
         _check_seconds("timeout", timeout)
+        spec = Codec.parse(self._config.codec if codec is None else codec)
         parsed = parse_ticket(ticket, self._config.secret)
         layout = cache.layout
         if not cache.writable:
             raise InvalidError(f"{cache!r} has read-only tensors: nothing can be fetched into it")
-        if codec != "raw":
-            raise InvalidError(f"codec {codec!r} is not known; this version has raw")
         if parsed.model and layout.model and parsed.model != layout.model:
             raise TicketError(
                 f"ticket for offer {parsed.offer_id!r} is for model {parsed.model!r}, the cache is "
@@ -316,6 +318,7 @@ class Agent:
                         (self._peers.get(parsed.agents[agent]).id, layers, head, head_end)
                         for agent, layers, head, head_end in parts
                     ],
+                    codec=spec.core_spec(parsed.first_token + parsed.num_tokens),
                 )
 
             try:

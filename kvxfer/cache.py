@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvxfer import _core
 from kvxfer._tensors import TensorView, describe, dtype_name
@@ -77,6 +79,9 @@ class Cache:
     dtype
         What the elements are where the tensors' own dtype doesn't say, e.g. ``"bfloat16"`` in
         uint16 storage or ``"float8_e4m3fn"`` in uint8.
+    scales
+        What stored numbers are multiplied by to get their values, in caches of 8-bit floats: one
+        for each plane, as ``(k_scale, v_scale)``, or a list of such for each layer. By default 1.
 
     Raises
     ------
@@ -100,6 +105,7 @@ class Cache:
         model: str = "",
         first_head: int = 0,
         dtype: object = None,
+        scales: Sequence[float] | Sequence[Sequence[float]] | None = None,
     ) -> None:
         _check_axes(axes)
         if packed is not False and "P" in axes:
@@ -140,6 +146,7 @@ class Cache:
                 element=geometry.dtype,
                 first_head=first_head,
                 model=model,
+                scales=_scales(scales, geometry, list(tensors)),
             )
             self._layout.validate()
         except InvalidError as error:
@@ -311,6 +318,41 @@ def _split(
         _Plane(view.address + start * content_stride, strides, size)
         for start, size in zip(starts, sizes, strict=True)
     ]
+
+
+def _scales(
+    given: Sequence[float] | Sequence[Sequence[float]] | None,
+    geometry: _Geometry,
+    layers: list[str],
+) -> list[float]:
+    """Return a scale for each layer and plane, or [] where there are none."""
+    if given is None:
+        return []
+    if not geometry.dtype.startswith("float8"):
+        raise LayoutError(
+            f"scales are for caches of 8-bit floats; the elements of this one are {geometry.dtype}"
+        )
+    planes = len(geometry.contents)
+    items: list[Any] = list(given)
+    nested = [hasattr(item, "__len__") for item in items]
+    if any(nested) and (not all(nested) or len(items) != len(layers)):
+        raise LayoutError(
+            f"scales has {len(items)} entries, where the cache has {len(layers)} layers; give one "
+            "scale for each plane, or a list of such for each layer"
+        )
+    rows = items if any(nested) else [items] * len(layers)
+    found: list[float] = []
+    for layer, row in zip(layers, rows, strict=True):
+        values = [float(value) for value in row]
+        if len(values) != planes:
+            raise LayoutError(
+                f"layer {layer!r}: it has {planes} planes and {len(values)} scales: {values}"
+            )
+        for value in values:
+            if not (value > 0 and math.isfinite(value)):
+                raise LayoutError(f"layer {layer!r}: a scale is {value}; it must be positive")
+        found += values
+    return found
 
 
 def _with_contents(geometry: _Geometry, contents: tuple[int, ...]) -> _Geometry:

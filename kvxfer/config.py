@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from kvxfer import _core
-from kvxfer.errors import ConfigError
+from kvxfer.codecs import Codec
+from kvxfer.errors import ConfigError, InvalidError
 
 _T = TypeVar("_T")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -68,7 +69,8 @@ def _check(name: str, value: object, kind: type) -> None:
     fits = isinstance(value, numbers_of.get(kind, kind)) and (
         kind is bool or not isinstance(value, bool)
     )
-    if not fits and not (kind is str and value is None and name != "transport"):
+    optional = kind is str and name not in ("transport", "codec")
+    if not fits and not (optional and value is None):
         raise ConfigError(f"{name} is {value!r}: expected {kind.__name__}")
     if name in _LIMITS:
         low, high = _LIMITS[name]
@@ -114,6 +116,9 @@ class Config:
         None,
         "host",
         "host that tickets name, where it is not the listen address",
+    )
+    codec: str = _knob(
+        "KVXFER_CODEC", "raw", "text", "encoding on the wire of fetches that name none"
     )
     arena_bytes: int = _knob(
         "KVXFER_ARENA_BYTES", 256 << 20, "bytes", "staging memory of the fetching side"
@@ -186,6 +191,10 @@ class Config:
             )
         if self.secret == "":
             raise ConfigError("secret is empty: leave it out, or set one")
+        try:
+            Codec.parse(self.codec)
+        except InvalidError as error:
+            raise ConfigError(str(error)) from None
 
     def replace(self, **changes: Any) -> Config:  # noqa: ANN401 - any of the fields
         """Return a copy with some knobs changed."""

@@ -41,10 +41,20 @@ class Report:
     """Axes on the wire, outermost first: L layer, P plane, T token tile, H kv head, N token."""
     link: str
     peers: tuple[str, ...]
+    codec: str = "raw"
+    """How the elements were encoded on the wire: of ``auto``, what was chosen."""
+    codec_why: str = ""
+    """Why that codec, and what was converted."""
+    wire_bytes: int = 0
+    """Bytes that crossed the link for `bytes`."""
+    exceptions: int = 0
+    """Rows that travelled as they are although their codec is another: NaN, infinity, 2^100."""
+    clamped: int = 0
+    """Elements beyond the largest that the cache's type can hold; they became that."""
 
     @property
     def gbps(self) -> float:
-        """Gigabytes (1e9) a second."""
+        """Gigabytes (1e9) of KV a second."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
@@ -191,6 +201,11 @@ class Fetch(_Handle):
             core.wire_order,
             core.link,
             tuple(core.peers),
+            core.codec,
+            core.codec_why,
+            core.wire_bytes,
+            core.exceptions,
+            core.clamped,
         )
 
     def __await__(self) -> Generator[None, None, None]:

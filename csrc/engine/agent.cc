@@ -1,6 +1,7 @@
 #include "kvxfer/agent.h"
 
 #include "base/event_loop.h"
+#include "engine/codecs.h"
 #include "engine/core.h"
 
 namespace kvxfer {
@@ -43,6 +44,7 @@ Agent::~Agent() { close(); }
 CacheId Agent::register_cache(const CacheLayout& layout) {
   layout.validate();
   check_announceable(layout);
+  check_scales(layout.scales, layout.views.size(), layout.element);
   AgentCore& core = *core_;
   core.check_fork();
   Guard guard(core);

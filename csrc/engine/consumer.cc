@@ -2,27 +2,29 @@
 #include <set>
 #include <utility>
 
+#include "engine/codecs.h"
 #include "engine/core.h"
-#include "kvxfer/pack.h"
 
 namespace kvxfer {
 namespace {
 
 constexpr uint32_t kMinChunk = 128u << 10;  // smaller ones cost more in messages than they win
-
-uint32_t window_of(const AgentCore& core, const Part& part) {
-  return part.peer->link->one_sided() ? core.options.window : core.options.copied_window;
-}
+constexpr uint64_t kMostHeader = 512;       // of a coded chunk and a panel of one row, roughly
 
 // Smaller chunks for small fetches, so that packing and unpacking overlap there too.
 uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
+  const bool coded = part.fetch->spec.codec.codec != Codec::kRaw;
   uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
-  if (!part.peer->link->one_sided())
-    most = std::min<uint64_t>(most, core.options.copied_chunk_bytes);
-  const uint64_t share = (part.wire_bytes / core.options.window + 4095) / 4096 * 4096;
-  uint64_t row = 0;  // the least that a chunk must hold
+  if (!part.peer->link->one_sided()) {
+    // A slot must hold a coded chunk even if it all travels raw; mostly a third of it is used.
+    const uint64_t copied = core.options.copied_chunk_bytes;
+    most = std::min<uint64_t>(most, coded ? 2 * copied : copied);
+  }
+  const uint64_t room = coded ? part.memory_bytes / 2 * 3 : part.memory_bytes;
+  const uint64_t share = (room / core.options.window + 4095) / 4096 * 4096;
+  uint64_t row = 0;  // the least that a chunk must hold, coded or converted from whatever
   for (const PlaneSpec& plane : part.fetch->cache->layout.planes) {
-    row = std::max(row, plane.content * element_bytes(part.fetch->cache->layout.element));
+    row = std::max(row, kMostHeader + plane.content * uint64_t{2 * sizeof(float)});
   }
   return static_cast<uint32_t>(std::min(most, std::max({uint64_t{kMinChunk}, share, row})));
 }
@@ -33,92 +35,19 @@ void add_distinct(std::string& list, const std::string& text) {
   list += (list.empty() ? "" : ", ") + text;
 }
 
-void free_slot(AgentCore& core, uint32_t slot) {
-  core.slots[slot] = {};
-  core.arena->give_back(slot);
-}
-
-void announce(Peer& peer, const Cache& cache) {
-  if (!peer.announced.insert(cache.id).second) return;
-  const CacheLayout& layout = cache.layout;
-  const auto lowest =
-      std::min_element(layout.views.begin(), layout.views.end(),
-                       [](const PlaneView& a, const PlaneView& b) { return a.data < b.data; });
-  wire::Layout message;
-  message.cache_id = cache.id;
-  message.model = layout.model;
-  message.element = static_cast<uint8_t>(layout.element);
-  message.num_blocks = layout.num_blocks;
-  message.block_size = layout.block_size;
-  message.num_heads = layout.num_heads;
-  message.first_head = layout.first_head;
-  message.layers = layout.layers;
-  for (const PlaneSpec& plane : layout.planes)
-    message.planes.push_back({plane.name, plane.content});
-  for (const PlaneView& view : layout.views) {
-    message.views.push_back({static_cast<uint64_t>(view.data - lowest->data), view.block_stride,
-                             view.head_stride, view.token_stride, view.content_stride});
+void report_accept(const Part& part, const wire::Accept& accept) {
+  FetchReport& report = part.fetch->report;
+  std::string letters;
+  for (const uint8_t axis : accept.order) letters += "LPTHN"[axis];
+  add_distinct(report.wire_order, letters);
+  add_distinct(report.codec, codec_name(static_cast<Codec>(accept.codec)));
+  std::string why = accept.why;
+  const ElementType mine = part.fetch->cache->layout.element;
+  if (part.producer_element != mine) {
+    why +=
+        std::string("; ") + element_name(part.producer_element) + " becomes " + element_name(mine);
   }
-  peer.link->send(message.encode());
-}
-
-void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots) {
-  announce(*part.peer, *part.fetch->cache);
-  const FetchSpec& spec = part.fetch->spec;
-  wire::Fetch message;
-  message.fetch_id = part.id;
-  message.offer_id = spec.offer_id;
-  message.generation = spec.generation;
-  message.cache_id = part.fetch->cache->id;
-  message.layers = part.spec.layers;
-  message.head_begin = part.spec.head_begin;
-  message.head_end = part.spec.head_end;
-  message.token_begin = spec.table.first_token;
-  message.token_end = spec.table.first_token + spec.num_tokens;
-  message.slot_in_block = spec.table.first_slot;
-  message.with_digest = core.options.digest;
-  message.chunk_bytes = part.chunk_bytes;
-  message.slots = slots;
-  part.sent = true;
-  part.peer->link->send(message.encode());
-}
-
-uint32_t grant_slot(AgentCore& core, Part& part) {
-  const uint32_t slot = *core.arena->take();
-  core.slots[slot] = {SlotInfo::kGranted, part.peer->id, part.id};
-  part.slots.push_back(slot);
-  ++part.granted;
-  return slot;
-}
-
-// Lets a part ask for slots until it holds `enough`.
-void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
-  const bool wants = !part->done && !part->fetch->ending && part->wanted > part->granted &&
-                     part->slots.size() < enough && part->peer->state == Peer::kReady;
-  if (!wants || part->hungry) return;
-  part->hungry = true;
-  core.hungry.push_back(part);
-}
-
-void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot) {
-  std::erase(part->slots, slot);
-  free_slot(core, slot);
-  // Half a window at a time: every credit message wakes the producer's progress thread.
-  feed(core, part, window_of(core, *part) / 2 + 1);
-}
-
-// Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
-void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
-  std::erase_if(part.slots, [&](uint32_t slot) {
-    const SlotInfo::State state = core.slots[slot].state;
-    if (state != SlotInfo::kGranted && state != SlotInfo::kLanded) return false;
-    if (exposed && state == SlotInfo::kGranted) {
-      core.slots[slot].state = SlotInfo::kQuarantined;
-    } else {
-      free_slot(core, slot);
-    }
-    return true;
-  });
+  add_distinct(report.codec_why, why);
 }
 
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
@@ -165,8 +94,7 @@ bool granted_for(const AgentCore& core, const Part& part, const wire::Commit& co
 // The bytes are in the slot, and will be unpacked now: by the caller.
 void claim_chunk(AgentCore& core, Part& part, const wire::Commit& commit) {
   const bool fits = part.accepted && commit.chunk < part.arrived.size() &&
-                    !part.arrived[commit.chunk] &&
-                    commit.bytes == part.bounds[commit.chunk + 1] - part.bounds[commit.chunk];
+                    !part.arrived[commit.chunk] && part.plan->can_have(commit.chunk, commit.bytes);
   if (!fits) {
     throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) + " of " +
                                            std::to_string(commit.bytes) +
@@ -177,28 +105,86 @@ void claim_chunk(AgentCore& core, Part& part, const wire::Commit& commit) {
   ++part.fetch->unpacking;
 }
 
+Status corrupt(const Part& part, const wire::Commit& commit) {
+  return {StatusCode::kCorrupt,
+          "chunk " + std::to_string(commit.chunk) + " (" + std::to_string(commit.bytes) +
+              " bytes) of offer '" + part.fetch->spec.offer_id + "' from '" + part.peer->name +
+              "' over " + part.peer->link->transport() +
+              " does not match its digest: the blocks must not be used; fetch again"};
+}
+
+// What is wrong with a chunk that was unpacked, if anything.
+Status judge(const AgentCore& core, const Part& part, const wire::Commit& commit,
+             const UnpackedChunk& chunk) {
+  if (core.options.digest && chunk.digest != commit.digest) return corrupt(part, commit);
+  if (chunk.loss.inexact == 0) return {};
+  const auto held = static_cast<ElementType>(part.producer_element);
+  return {StatusCode::kMismatch,
+          std::to_string(chunk.loss.inexact) + " elements of chunk " +
+              std::to_string(commit.chunk) + " of offer '" + part.fetch->spec.offer_id + "' are " +
+              element_name(held) + " in the cache of '" + part.peer->name +
+              "' and have no equal in this cache's " +
+              element_name(part.fetch->cache->layout.element) +
+              " and scale: 8-bit floats are converted exactly or not at all; fetch into a cache of "
+              "16-bit floats, or of the same type and scale"};
+}
+
+// The same for one that could not be unpacked.
+Status judge_failure(const AgentCore& core, const Part& part, const wire::Commit& commit,
+                     const Error& error) {
+  // What was damaged on its way no longer matches its digest; else its producer wrote it so.
+  if (core.options.digest &&
+      part.plan->digest_of(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
+                           part.fetch->spec.generation) != commit.digest) {
+    return corrupt(part, commit);
+  }
+  return {error.code(), "'" + part.peer->name + "': chunk " + std::to_string(commit.chunk) +
+                            " of offer '" + part.fetch->spec.offer_id + "': " + error.what()};
+}
+
+Status unpack_commit(const AgentCore& core, const Part& part, const wire::Commit& commit,
+                     UnpackedChunk& chunk) {
+  try {
+    chunk = part.plan->unpack(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
+                              part.fetch->spec.generation, core.options.digest);
+    return judge(core, part, commit, chunk);
+  } catch (const Error& error) {
+    return judge_failure(core, part, commit, error);
+  } catch (const std::exception& error) {  // std::bad_alloc
+    return {StatusCode::kNoResources,
+            std::string("a chunk could not be unpacked here: ") + error.what()};
+  }
+}
+
+void count_chunk(AgentCore& core, Part& part, const wire::Commit& commit,
+                 const UnpackedChunk& chunk) {
+  const uint64_t bytes = part.plan->memory_bytes(commit.chunk);
+  core.counters.bytes_received += bytes;
+  core.counters.wire_bytes_received += commit.bytes;
+  FetchReport& report = part.fetch->report;
+  report.bytes += bytes;
+  report.wire_bytes += commit.bytes;
+  report.exceptions += chunk.exceptions;
+  report.clamped += chunk.loss.clamped;
+  ++report.chunks;
+}
+
 void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   const auto fetch = part->fetch;
-  const uint64_t begin = part->bounds[commit.chunk], end = part->bounds[commit.chunk + 1];
-  const Digest found = unpack(*part->plan, begin, end, core.arena->slot(commit.slot),
-                              chunk_seed(fetch->spec.generation, begin), core.options.digest);
+  UnpackedChunk chunk;
+  Status status = unpack_commit(core, *part, commit, chunk);
   Guard guard(core);
   --fetch->unpacking;
   return_slot(core, part, commit.slot);
+  if (status.code == StatusCode::kCorrupt) ++core.counters.digest_errors;
   if (fetch->ending) {
     complete(core, fetch);
-  } else if (core.options.digest && found != commit.digest) {
-    ++core.counters.digest_errors;
-    fail_fetch(core, fetch,
-               {StatusCode::kCorrupt,
-                "chunk " + std::to_string(commit.chunk) + " (" + std::to_string(end - begin) +
-                    " bytes) of offer '" + fetch->spec.offer_id + "' from '" + part->peer->name +
-                    "' over " + part->peer->link->transport() +
-                    " does not match its digest: the blocks must not be used; fetch again"});
+  } else if (status.code == StatusCode::kProtocol) {
+    drop_peer(core, part->peer, std::move(status));
+  } else if (!status.ok()) {
+    fail_fetch(core, fetch, std::move(status));
   } else {
-    core.counters.bytes_received += end - begin;
-    fetch->report.bytes += end - begin;
-    ++fetch->report.chunks;
+    count_chunk(core, *part, commit, chunk);
     if (--part->chunks_left == 0) complete_part(core, part);
   }
   grant_slots(core);
@@ -206,15 +192,19 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
 
 }  // namespace
 
-void ensure_arena(AgentCore& core) {
-  if (core.arena) return;
-  core.arena = std::make_unique<Arena>(Arena::kShared, core.options.arena_bytes,
-                                       core.options.slot_bytes, core.options.lock_arena);
-  core.slots.resize(core.arena->num_slots());
-}
-
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   Peer& peer = *part->peer;
+  const Codec codec = part->fetch->spec.codec.codec;
+  // For kAuto the producer knows what this side has, and chooses.
+  if (codec != Codec::kAuto && (schemes_of(codec) & ~peer.schemes) != 0) {
+    return fail_fetch(
+        core, part->fetch,
+        {StatusCode::kMismatch, std::string("codec ") + codec_name(codec) + " needs " +
+                                    scheme_list(schemes_of(codec)) + ": '" + core.options.name +
+                                    "' has " + scheme_list(kSchemesHere) + ", its producer '" +
+                                    peer.name + "' has " + scheme_list(peer.schemes) +
+                                    ": fetch with a codec that both have, or with auto"});
+  }
   part->id = peer.next_fetch_id++;
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
@@ -224,7 +214,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   add_distinct(report.why, peer.why);
   // While there are plenty, slots go along with the question, which saves a round trip. They are
   // not worth waiting for: the offer may not be there for a long time.
-  const uint64_t chunks = (part->wire_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
+  const uint64_t chunks = (part->memory_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
   std::vector<uint32_t> slots;
   while (slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
          core.arena->num_free() > std::max(1u, core.arena->num_slots() / 2)) {
@@ -233,54 +223,20 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   send_fetch(core, *part, slots);
 }
 
-void grant_slots(AgentCore& core) {
-  std::vector<std::pair<std::shared_ptr<Part>, std::vector<uint32_t>>> grants;
-  while (!core.hungry.empty() && core.arena->num_free() > 0) {
-    const auto part = core.hungry.front();
-    core.hungry.pop_front();
-    part->hungry = false;
-    if (part->done || part->fetch->ending || part->wanted <= part->granted) continue;
-    const uint32_t slot = grant_slot(core, *part);
-    const auto known =
-        std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
-    if (known == grants.end()) {
-      grants.emplace_back(part, std::vector<uint32_t>{slot});
-    } else {
-      known->second.push_back(slot);
-    }
-    feed(core, part, window_of(core, *part));
-  }
-  for (const auto& [part, slots] : grants) {
-    part->peer->link->send(wire::Credit{part->id, slots}.encode());
-  }
-}
-
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   const auto found = peer.parts.find(accept.fetch_id);
   if (found == peer.parts.end()) return;
   const auto part = found->second;
   const FetchState& fetch = *part->fetch;
   if (part->accepted) throw Error(StatusCode::kProtocol, "ACCEPT came twice");
-  const CacheLayout& layout = fetch.cache->layout;
-  const uint32_t token_begin = fetch.spec.table.first_token,
-                 token_end = token_begin + fetch.spec.num_tokens;
-  std::vector<uint32_t> planes(layout.planes.size());
-  for (uint32_t i = 0; i < planes.size(); ++i) planes[i] = i;
-  WireOrder order;
-  std::string letters;
-  for (size_t i = 0; i < order.size(); ++i) {
-    order[i] = static_cast<Axis>(accept.order[i]);
-    letters += "LPTHN"[accept.order[i]];
+  try {
+    part->plan.emplace(plan_part(*part, accept));
+  } catch (const Error& error) {
+    if (error.code() != StatusCode::kMismatch) throw;
+    return fail_fetch(core, part->fetch,
+                      {StatusCode::kMismatch, "'" + peer.name + "': " + error.what()});
   }
-  part->plan.emplace(
-      layout, fetch.spec.table,
-      Slice{part->spec.layers, part->spec.head_begin, part->spec.head_end, token_begin, token_end},
-      tile_ends(token_begin, token_end, accept.producer_block_size, accept.producer_slot,
-                layout.block_size, fetch.spec.table.first_slot),
-      order, planes);
-  part->bounds = chunk_bounds(*part->plan, static_cast<uint32_t>(part->spec.layers.size()),
-                              part->chunk_bytes, accept.per_layer != 0);
-  const auto chunks = static_cast<uint32_t>(part->bounds.size() - 1);
+  const uint32_t chunks = part->plan->num_chunks();
   if (accept.num_chunks != chunks || accept.wire_bytes != part->plan->wire_bytes()) {
     fail_fetch(
         core, part->fetch,
@@ -290,19 +246,21 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
              std::to_string(part->plan->wire_bytes()) + " in " + std::to_string(chunks)});
     return;
   }
+  part->producer_element = static_cast<ElementType>(accept.element);
   part->arrived.assign(chunks, false);
   part->chunks_left = chunks;
   part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
-  add_distinct(part->fetch->report.wire_order, letters);
+  report_accept(*part, accept);
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
   // an old NaN there.
+  const CacheLayout& layout = fetch.cache->layout;
   const uint32_t used = (fetch.spec.table.first_slot + fetch.spec.num_tokens) % layout.block_size;
   if (used > 0) {
     ++part->fetch->unpacking;
-    run_job(core, (layout.block_size - used) * (part->wire_bytes / fetch.spec.num_tokens),
+    run_job(core, (layout.block_size - used) * (part->memory_bytes / fetch.spec.num_tokens),
             [&core, part] {
-              zero_tail(*part->plan);
+              part->plan->zero_tail();
               Guard guard(core);
               --part->fetch->unpacking;
               complete(core, part->fetch);
@@ -351,28 +309,6 @@ void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Statu
     peer.parts.erase(part->id);
   }
   complete(core, fetch);
-  if (core.arena) grant_slots(core);
-}
-
-void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id) {
-  bool freed = false;
-  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
-    const SlotInfo& info = core.slots[slot];
-    if (info.state != SlotInfo::kQuarantined || info.peer != peer.id || info.fetch_id != fetch_id)
-      continue;
-    free_slot(core, slot);
-    freed = true;
-  }
-  if (freed) grant_slots(core);
-}
-
-void free_slots_of(AgentCore& core, PeerId peer) {
-  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
-    const SlotInfo& info = core.slots[slot];
-    if (info.peer != peer || info.state == SlotInfo::kFree || info.state == SlotInfo::kUnpacking)
-      continue;
-    free_slot(core, slot);
-  }
   if (core.arena) grant_slots(core);
 }
 

@@ -18,6 +18,7 @@
 #include "base/thread_pool.h"
 #include "base/unique_fd.h"
 #include "engine/arena.h"
+#include "engine/chunk_plan.h"
 #include "engine/event_queue.h"
 #include "engine/timers.h"
 #include "kvxfer/agent.h"
@@ -71,11 +72,10 @@ struct OfferState {
 struct Serve {
   std::shared_ptr<Peer> peer;
   wire::Fetch request;
-  std::shared_ptr<OfferState> offer;  // null while it waits for one
-  std::optional<CopyPlan> plan;
-  std::vector<uint64_t> bounds;     // chunk i is wire bytes [bounds[i], bounds[i + 1])
-  std::vector<int32_t> wire_layer;  // cache layer -> wire layer, -1: not asked for
-  bool per_layer = false;           // no chunk spans two layers
+  std::shared_ptr<OfferState> offer;                // null while it waits for one
+  std::optional<ChunkPlan> plan;                    // once accepted
+  std::vector<int32_t> wire_layer;                  // cache layer -> wire layer, -1: not asked for
+  bool per_layer = false;                           // no chunk spans two layers
   std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
   std::deque<uint32_t> credits;
   uint32_t asked = 0;      // ready chunks that slots were asked for
@@ -91,10 +91,10 @@ struct Part {
   std::shared_ptr<Peer> peer;
   uint64_t id = 0;  // fetch_id on the link
   FetchPart spec;
-  uint64_t wire_bytes = 0;
+  uint64_t memory_bytes = 0;  // of what is fetched, as this side's cache holds it
   uint32_t chunk_bytes = 0;
-  std::optional<CopyPlan> plan;  // once accepted
-  std::vector<uint64_t> bounds;
+  std::optional<ChunkPlan> plan;  // once accepted
+  ElementType producer_element = ElementType::kBFloat16;
   std::vector<bool> arrived;        // by chunk
   std::vector<wire::Commit> early;  // landed before the ACCEPT
   uint32_t chunks_left = 0;         // to unpack; an estimate until accepted
@@ -154,6 +154,7 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   std::string why;
   std::shared_ptr<Link> link;
   uint32_t slot_bytes = 0;  // the other side's
+  uint32_t schemes = 0;     // the same
   std::atomic<TimePoint> last_heard{};
   // Producer side.
   std::map<uint32_t, CacheLayout> layouts;  // remote cache id -> layout with relative addresses
@@ -261,6 +262,12 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
 void release_if_unread(AgentCore& core, OfferState& offer);
 void renew_lease(OfferState& offer);
 
+// serve_plan.cc
+// Compares the two caches and the slice, decides how it is sent, and says so: ACCEPT. Throws Error
+// for what is refused.
+void accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
+                  const CacheLayout& theirs);
+
 // producer.cc
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request);
 void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit);
@@ -271,7 +278,34 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
 void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer);
 void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
                std::optional<wire::Bytes> last_word);
+// Queues a serve that has something to send and a slot for it.
+void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve);
+// A pack or write of the serve has ended.
+void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve);
+
+// packing.cc
 void start_packs(AgentCore& core);
+
+// part_plan.cc
+void announce(Peer& peer, const Cache& cache);  // LAYOUT, once
+void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots);
+// This side's plan of what an ACCEPT says. Throws Error(kProtocol) where it is not what was asked
+// for, Error(kMismatch) where the two sides disagree or their elements do not go together.
+ChunkPlan plan_part(const Part& part, const wire::Accept& accept);
+
+// slots.cc
+void ensure_arena(AgentCore& core);
+uint32_t window_of(const AgentCore& core, const Part& part);  // most slots that a part holds
+void free_slot(AgentCore& core, uint32_t slot);
+uint32_t grant_slot(AgentCore& core, Part& part);  // one must be free
+// Lets a part ask for slots until it holds `enough`.
+void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough);
+void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot);
+// Takes back the slots that nothing was committed into. `exposed`: the peer may still write there.
+void reclaim_granted(AgentCore& core, Part& part, bool exposed);
+void grant_slots(AgentCore& core);
+void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id);
+void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothing can write any more
 
 // consumer.cc
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
@@ -280,20 +314,11 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
 void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
 void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
-void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id);
-void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothing can write any more
-void grant_slots(AgentCore& core);
-void ensure_arena(AgentCore& core);
 
 // peers.cc
 // Ends a connection: all that waits on it fails now, its slots are freed at on_closed().
 void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why);
 void beat(AgentCore& core);
-
-// chunks.cc
-std::vector<uint64_t> chunk_bounds(const CopyPlan& plan, uint32_t num_layers, uint32_t chunk_bytes,
-                                   bool per_layer);
-uint64_t chunk_seed(const Generation& generation, uint64_t wire_begin);
 
 }  // namespace kvxfer
 

@@ -2,6 +2,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "engine/codec_choice.h"
+#include "engine/codecs.h"
 #include "engine/core.h"
 
 namespace kvxfer {
@@ -26,7 +28,7 @@ std::string progress(const FetchState& fetch) {
       return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
              "at once)";
     if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
-    const auto chunks = part->bounds.size() - 1;
+    const uint32_t chunks = part->plan->num_chunks();
     return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) +
            " chunks arrived from " + who;
   }
@@ -38,6 +40,7 @@ std::string progress(const FetchState& fetch) {
 Fetch Agent::fetch(const FetchSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
+  if (spec.codec.codec == Codec::kAuto) codec_rates();  // measures them, outside the mutex
   Guard guard(core);
   core.check_open();
   const auto invalid = [&](const std::string& what) -> Error {
@@ -76,12 +79,21 @@ Fetch Agent::fetch(const FetchSpec& spec) {
         throw invalid("layer " + std::to_string(layer) + " is not in the cache");
     }
   }
+  try {
+    check_codec(spec.codec, layout.planes);
+  } catch (const Error& error) {
+    throw invalid(error.what());
+  }
   ensure_arena(core);
 
   auto fetch = std::make_shared<FetchState>();
   fetch->core = core_;
   fetch->handle = core.next_handle++;
   fetch->spec = spec;
+  if (std::max(spec.codec.raw_until, spec.table.first_token) >=
+      std::min<uint64_t>(spec.codec.raw_from, token_end)) {
+    fetch->spec.codec = {};  // no tokens are left to encode
+  }
   fetch->cache = cache->second;
   fetch->started = Clock::now();
   fetch->parts_left = static_cast<uint32_t>(spec.parts.size());
@@ -101,7 +113,7 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     part->fetch = fetch;
     part->peer = core.peers.at(spec_part.peer);
     part->spec = spec_part;
-    part->wire_bytes = part_bytes(*fetch, spec_part);
+    part->memory_bytes = part_bytes(*fetch, spec_part);
     fetch->parts.push_back(part);
   }
   const auto parts = fetch->parts;
@@ -114,6 +126,7 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     }
     if (peer.state == Peer::kReady) {
       start_part(core, part);
+      if (fetch->ending) break;
     } else {
       peer.pending.push_back(part);
     }

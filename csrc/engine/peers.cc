@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "base/event_loop.h"
+#include "engine/codecs.h"
 #include "engine/core.h"
 
 namespace kvxfer {
@@ -17,6 +18,7 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   }
   if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
   peer.slot_bytes = hello.slot_bytes;
+  peer.schemes = hello.schemes;
   peer.state = Peer::kReady;
   for (const auto& part : std::exchange(peer.pending, {})) {
     if (!part->fetch->ending) start_part(core, part);
@@ -53,6 +55,8 @@ CacheLayout to_layout(const wire::Layout& message) {
     layout.views.push_back({reinterpret_cast<std::byte*>(view.offset), view.block_stride,
                             view.head_stride, view.token_stride, view.content_stride});
   }
+  check_scales(message.scales, message.views.size(), layout.element);
+  layout.scales = message.scales;
   return layout;
 }
 
@@ -232,7 +236,7 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
     throw;
   }
   peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
-                               core.options.slot_bytes}
+                               core.options.slot_bytes, kSchemesHere}
                        .encode());
   if (!core.heartbeat) {
     core.last_beat = Clock::now();

@@ -1,5 +1,7 @@
 #include "wire/messages.h"
 
+#include <bit>
+
 #include "base/byte_io.h"
 
 namespace kvxfer::wire {
@@ -17,6 +19,17 @@ StatusCode checked_code(uint8_t code) {
                 "REFUSED carries the unknown status " + std::to_string(code));
   }
   return static_cast<StatusCode>(code);
+}
+
+void put_floats(ByteWriter& out, const std::vector<float>& values) {
+  out.put(static_cast<uint32_t>(values.size()));
+  for (float value : values) out.put(std::bit_cast<uint32_t>(value));
+}
+
+std::vector<float> get_floats(ByteReader& in) {
+  std::vector<float> values;
+  for (uint32_t bits : in.get_list(kMaxScales)) values.push_back(std::bit_cast<float>(bits));
+  return values;
 }
 
 }  // namespace
@@ -37,6 +50,7 @@ Bytes Hello::encode() const {
   out.put(incarnation);
   out.put_string(name);
   out.put(slot_bytes);
+  out.put(schemes);
   return out.take();
 }
 
@@ -52,6 +66,7 @@ Hello Hello::decode(std::span<const std::byte> body) {
   m.incarnation = in.get<uint64_t>();
   m.name = in.get_string(kMaxName);
   m.slot_bytes = in.get<uint32_t>();
+  m.schemes = in.get<uint32_t>();
   in.expect_end();
   return m;
 }
@@ -74,6 +89,7 @@ Bytes Layout::encode() const {
     for (int64_t s : {view.block_stride, view.head_stride, view.token_stride, view.content_stride})
       out.put_signed(s);
   }
+  put_floats(out, scales);
   return out.take();
 }
 
@@ -108,6 +124,7 @@ Layout Layout::decode(std::span<const std::byte> body) {
     }
     m.views.push_back(view);
   }
+  m.scales = get_floats(in);
   in.expect_end();
   return m;
 }
@@ -122,6 +139,10 @@ Bytes Fetch::encode() const {
   for (uint32_t field : {head_begin, head_end, token_begin, token_end, slot_in_block})
     out.put(field);
   out.put(codec);
+  out.put(panel_tokens);
+  out.put(group);
+  out.put(scale_format);
+  for (uint32_t field : {raw_until, raw_from, unpack_rate, decode_rate}) out.put(field);
   out.put(with_digest);
   out.put(chunk_bytes);
   out.put_list(slots);
@@ -141,6 +162,12 @@ Fetch Fetch::decode(std::span<const std::byte> body) {
     *field = in.get<uint32_t>();
   }
   m.codec = in.get<uint8_t>();
+  m.panel_tokens = in.get<uint16_t>();
+  m.group = in.get<uint16_t>();
+  m.scale_format = in.get<uint8_t>();
+  for (uint32_t* field : {&m.raw_until, &m.raw_from, &m.unpack_rate, &m.decode_rate}) {
+    *field = in.get<uint32_t>();
+  }
   m.with_digest = in.get<uint8_t>();
   m.chunk_bytes = in.get<uint32_t>();
   m.slots = in.get_list(kMaxSlots);
@@ -157,6 +184,19 @@ Bytes Accept::encode() const {
   out.put(wire_bytes);
   out.put(producer_block_size);
   out.put(producer_slot);
+  out.put(codec);
+  out.put(element);
+  out.put(panel_tokens);
+  out.put(static_cast<uint32_t>(encodings.size()));
+  for (const PlaneEncoding& encoding : encodings) {
+    out.put(encoding.scheme);
+    out.put(encoding.scale_format);
+    out.put(encoding.group);
+  }
+  out.put(raw_until);
+  out.put(raw_from);
+  put_floats(out, scales);
+  out.put_string(why.substr(0, kMaxText));
   return out.take();
 }
 
@@ -183,6 +223,22 @@ Accept Accept::decode(std::span<const std::byte> body) {
                                            " of a block of " +
                                            std::to_string(m.producer_block_size));
   }
+  m.codec = in.get<uint8_t>();
+  m.element = in.get<uint8_t>();
+  m.panel_tokens = in.get<uint16_t>();
+  const auto num_encodings = in.get<uint32_t>();
+  in.check_count(num_encodings, kMaxPlanes, "a list of encodings", sizeof(uint32_t));
+  for (uint32_t i = 0; i < num_encodings; ++i) {
+    PlaneEncoding encoding;
+    encoding.scheme = in.get<uint8_t>();
+    encoding.scale_format = in.get<uint8_t>();
+    encoding.group = in.get<uint16_t>();
+    m.encodings.push_back(encoding);
+  }
+  m.raw_until = in.get<uint32_t>();
+  m.raw_from = in.get<uint32_t>();
+  m.scales = get_floats(in);
+  m.why = in.get_string(kMaxText);
   in.expect_end();
   return m;
 }

@@ -14,7 +14,9 @@ namespace kvxfer::wire {
 
 // History of the protocol. A peer of another version is refused at HELLO, by name.
 //   1  first
-constexpr uint16_t kProtocolVersion = 1;
+//   2  codecs: HELLO says which schemes, LAYOUT has scales, FETCH asks, ACCEPT tells, and the bytes
+//      of COMMIT are those of a coded chunk
+constexpr uint16_t kProtocolVersion = 2;
 
 // First byte of every control message. Append, never renumber.
 enum class MessageType : uint8_t {
@@ -43,6 +45,7 @@ constexpr uint32_t kMaxLayers = 4096;
 constexpr uint32_t kMaxPlanes = 16;
 constexpr uint32_t kMaxSlots = 1u << 16;
 constexpr uint32_t kMinChunk = 4096;
+constexpr uint32_t kMaxScales = kMaxLayers * kMaxPlanes;
 
 // Each message is encoded as its type byte and then its fields in the order written here, all
 // integers little-endian. decode() takes the bytes behind the type byte and throws
@@ -54,6 +57,7 @@ struct Hello {
   uint64_t incarnation = 0;
   std::string name;
   uint32_t slot_bytes = 0;  // largest chunk that this side can stage
+  uint32_t schemes = 0;     // that it can encode and decode: bit i is scheme i
 
   Bytes encode() const;
   static Hello decode(std::span<const std::byte> body);
@@ -77,7 +81,8 @@ struct Layout {
   uint32_t num_blocks = 0, block_size = 0, num_heads = 0, first_head = 0;
   std::vector<std::string> layers;
   std::vector<Plane> planes;
-  std::vector<View> views;  // [layers][planes]
+  std::vector<View> views;    // [layers][planes]
+  std::vector<float> scales;  // [layers][planes]; empty: 1 everywhere
 
   Bytes encode() const;
   static Layout decode(std::span<const std::byte> body);
@@ -94,12 +99,27 @@ struct Fetch {
   uint32_t token_begin = 0, token_end = 0;
   uint32_t slot_in_block = 0;  // of token_begin in the consumer's first block
   uint8_t codec = 0;           // 0: raw
+  uint16_t panel_tokens = 0;   // at most; what follows matters to codecs but raw
+  uint16_t group = 0;          // elements of a row that share a scale; 0: the producer chooses
+  uint8_t scale_format = 0;
+  uint32_t raw_until = 0;          // tokens before this one travel raw
+  uint32_t raw_from = UINT32_MAX;  // and from this one on
+  // What the consumer can do, in 1e6 bytes a second of its cache; for a codec that is left to the
+  // producer. 0: not said.
+  uint32_t unpack_rate = 0, decode_rate = 0;
   uint8_t with_digest = 1;
   uint32_t chunk_bytes = 0;     // most bytes of a chunk
   std::vector<uint32_t> slots;  // first credits
 
   Bytes encode() const;
   static Fetch decode(std::span<const std::byte> body);
+};
+
+// How one wire plane is encoded.
+struct PlaneEncoding {
+  uint8_t scheme = 0;
+  uint8_t scale_format = 0;
+  uint16_t group = 0;  // 0: the whole row
 };
 
 // Producer -> consumer: the fetch is being answered, in this wire order.
@@ -111,13 +131,21 @@ struct Accept {
   uint64_t wire_bytes = 0;
   uint32_t producer_block_size = 0;
   uint32_t producer_slot = 0;  // of token_begin in the producer's block
+  uint8_t codec = 0;
+  uint8_t element = 0;        // that the producer's cache holds
+  uint16_t panel_tokens = 0;  // 0: chunks are plain memory, not coded; then encodings are empty
+  std::vector<PlaneEncoding> encodings;  // [wire planes], of tokens in [raw_until, raw_from)
+  uint32_t raw_until = 0, raw_from = UINT32_MAX;
+  std::vector<float> scales;  // of the producer's cache, [wire layers][wire planes]; empty: 1
+  std::string why;            // this codec, for people
 
   Bytes encode() const;
   static Accept decode(std::span<const std::byte> body);
 };
 
-// Producer -> consumer: chunk `chunk` is complete in slot `slot`. Travels as a message where the
-// arena is mapped, else as the notice of the write.
+// Producer -> consumer: chunk `chunk` is complete in slot `slot`. `bytes` is its true size, which
+// for a coded one only the producer knows before. Travels as a message where the arena is mapped,
+// else as the notice of the write.
 struct Commit {
   uint64_t fetch_id = 0;
   uint32_t chunk = 0;

@@ -63,8 +63,7 @@ def sides(agents: tuple[kvxfer.Agent, kvxfer.Agent]) -> Iterator[Sides]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "float16"}, ["element types", "bfloat16", "float16"]),
-        ({"dtype": "float8_e4m3fn"}, ["element types", "bfloat16", "float8_e4m3fn"]),
+        ({"dtype": "uint8"}, ["element types", "bfloat16", "uint8"]),
         ({"content": 32}, ["head sizes", "k of 16", "k of 32"]),
         ({"planes": ("a", "b")}, ["planes", "k of 16, v of 16", "a of 16, b of 16"]),
         ({"planes": ("k",)}, ["planes", "k of 16, v of 16"]),
@@ -255,8 +254,29 @@ def test_timeouts_that_are_none(sides: Sides, timeout: float) -> None:
 
 def test_unknown_codecs(sides: Sides) -> None:
     offer = sides.offer()
-    with pytest.raises(kvxfer.InvalidError, match="'zip' is not known; this version has raw"):
-        sides.decode.fetch(offer.ticket, sides.target().cache, range(4), codec="zip")
+    for codec, words in [
+        ("zip", "'zip' is not known; there are raw, fp8_e4m3, fp8_e5m2, int8, auto"),
+        ("tiered(recent=10, codec=zip)", "'zip' is not known"),
+        ("int8(panel_tokens=257)", "panel_tokens is 257; it is an integer of 1 to 256"),
+        (3, "expected a name"),
+    ]:
+        with pytest.raises(kvxfer.InvalidError, match=re.escape(words)):
+            sides.decode.fetch(offer.ticket, sides.target().cache, range(4), codec=codec)
+    assert sides.prefill.stats.serving == 0
+    offer.release()
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3", "tiered(recent=10, codec=fp8_e5m2)"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_codecs_of_caches_that_are_8_bit_already(sides: Sides, codec: str, dtype: str) -> None:
+    source = Paged(dataclasses.replace(SIDE, dtype=dtype), seed=1)
+    sides.prefill.register(source.cache)
+    target = sides.target(dtype=dtype if dtype == "uint8" else "bfloat16")
+    offer = sides.prefill.offer(source.cache, range(4), 64)
+    name = codec if "(" not in codec else "fp8_e5m2"
+    words = [f"codec {name}", "'decode'", "'prefill'", dtype, target.geometry.dtype, "codec raw"]
+    sides.refused(offer.ticket, target, Status.MISMATCH, *words, codec=codec)
+    assert not offer.released
     offer.release()
 
 

@@ -72,7 +72,7 @@ struct Victim {
     cache = agent->register_cache(layout);
     peer = agent->add_peer("them");
     agent->attach(peer, link, 7, inbound, "test");
-    link->say(wire::Hello{wire::kProtocolVersion, 7, "them", 64u << 10}.encode());
+    link->say(wire::Hello{wire::kProtocolVersion, 7, "them", 64u << 10, 31}.encode());
   }
   ~Victim() {
     link->end();
@@ -119,6 +119,7 @@ struct Victim {
     message.layers = {0};
     message.head_end = 8;
     message.token_end = 32;
+    message.panel_tokens = 64;
     message.chunk_bytes = 64u << 10;
     message.slots = {0};
     return message;
@@ -132,6 +133,7 @@ struct Victim {
     accept.num_chunks = 1;
     accept.wire_bytes = 32 * 8 * 128;
     accept.producer_block_size = 16;
+    accept.element = static_cast<uint8_t>(layout.element);
     link->say(accept.encode());
     return request.slots.at(0);
   }
@@ -178,7 +180,7 @@ TEST_CASE("hostile: a commit without a write is refused where writes are announc
 TEST_CASE("hostile: an ACCEPT of other sizes fails the fetch alone") {
   Victim victim(false);
   const Fetch fetch = victim.fetch();
-  wire::Accept accept{1, {0, 1, 2, 3, 4}, 0, 7, 12345, 16, 0};
+  wire::Accept accept{1, {0, 1, 2, 3, 4}, 0, 7, 12345, 16, 0, 0, 2, 0, {}, 0, UINT32_MAX, {}, ""};
   victim.link->say(accept.encode());
   CHECK(victim.ended_with(fetch, StatusCode::kMismatch));
   CHECK(victim.link->reason.empty());
@@ -242,7 +244,7 @@ TEST_CASE("hostile: senseless fetches and layouts end the link or are refused") 
   after([](Victim& victim) { victim.link->say({std::byte{200}}); });
   after([](Victim& victim) { victim.link->say({}); });
   after([](Victim& victim) {
-    wire::Layout layout{2, "", 2, 16, 16, 8, 0, {"a"}, {{"k", 64}}, {{0, INT64_MIN, 1, 1, 1}}};
+    wire::Layout layout{2, "", 2, 16, 16, 8, 0, {"a"}, {{"k", 64}}, {{0, INT64_MIN, 1, 1, 1}}, {}};
     victim.link->say(layout.encode());
   });
 }

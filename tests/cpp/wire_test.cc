@@ -3,9 +3,11 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <map>
 #include <random>
 #include <sstream>
@@ -23,8 +25,8 @@ constexpr uint64_t kId = 0x0102030405060708;
 
 // Structured bindings name every field: one that is added does not compile until it is tested here.
 auto fields(const Hello& m) {
-  const auto& [version, incarnation, name, slot_bytes] = m;
-  return std::tie(version, incarnation, name, slot_bytes);
+  const auto& [version, incarnation, name, slot_bytes, schemes] = m;
+  return std::tie(version, incarnation, name, slot_bytes, schemes);
 }
 auto fields(const View& m) {
   const auto& [offset, block, head, token, content] = m;
@@ -34,26 +36,39 @@ auto fields(const Layout::Plane& m) {
   const auto& [name, content] = m;
   return std::tie(name, content);
 }
+auto fields(const PlaneEncoding& m) {
+  const auto& [scheme, scale_format, group] = m;
+  return std::tie(scheme, scale_format, group);
+}
 template <class T>
 auto all_fields(const std::vector<T>& list) {
   std::vector<decltype(fields(list[0]))> all;
   for (const T& item : list) all.push_back(fields(item));
   return all;
 }
+// NaNs compare as what they are.
+std::vector<uint32_t> bits(const std::vector<float>& values) {
+  std::vector<uint32_t> all;
+  for (const float value : values) all.push_back(std::bit_cast<uint32_t>(value));
+  return all;
+}
 auto fields(const Layout& m) {
-  const auto& [cache, model, element, blocks, size, heads, first, layers, planes, views] = m;
+  const auto& [cache, model, element, blocks, size, heads, first, layers, planes, views, scales] =
+      m;
   return std::tuple(cache, model, element, blocks, size, heads, first, layers, all_fields(planes),
-                    all_fields(views));
+                    all_fields(views), bits(scales));
 }
 auto fields(const Fetch& m) {
   const auto& [id, offer, generation, cache, layers, head, head_end, token, token_end, slot, codec,
-               digest, chunk, slots] = m;
+               panel, group, scale, until, from, unpack, decode, digest, chunk, slots] = m;
   return std::tie(id, offer, generation, cache, layers, head, head_end, token, token_end, slot,
-                  codec, digest, chunk, slots);
+                  codec, panel, group, scale, until, from, unpack, decode, digest, chunk, slots);
 }
 auto fields(const Accept& m) {
-  const auto& [id, order, per_layer, chunks, bytes, block_size, slot] = m;
-  return std::tie(id, order, per_layer, chunks, bytes, block_size, slot);
+  const auto& [id, order, per_layer, chunks, bytes, block_size, slot, codec, element, panel,
+               encodings, until, from, scales, why] = m;
+  return std::tuple(id, order, per_layer, chunks, bytes, block_size, slot, codec, element, panel,
+                    all_fields(encodings), until, from, bits(scales), why);
 }
 auto fields(const Commit& m) {
   const auto& [id, chunk, slot, bytes, digest] = m;
@@ -82,8 +97,8 @@ Generation generation_from(uint8_t first) {
   return generation;
 }
 
-// The values behind tests/golden/wire_v1.txt.
-const Hello kHello{1, 0x1122334455667788, "prefill-0", 1u << 20};
+// The values behind tests/golden/wire_v2.txt.
+const Hello kHello{2, 0x1122334455667788, "prefill-0", 1u << 20, 31};
 const Layout kLayout{7,
                      "llama",
                      2,
@@ -96,11 +111,31 @@ const Layout kLayout{7,
                      {{0, 65536, 4096, 256, 2},
                       {0x100000000, 65536, 4096, 256, 2},
                       {0x20, -1, int64_t{1} << 40, -(int64_t{1} << 40), 2},
-                      {UINT64_MAX, 3, 4, 5, 6}}};
-const Fetch kFetch{
-    kId,      "request-42", generation_from(0xa0), 7, {0, 1, 0xabcdef}, 24, 32, 512, 4097, 15, 0, 1,
-    1u << 20, {5, 4, 3}};
-const Accept kAccept{kId, {2, 0, 1, 4, 3}, 1, 33, 0x123456789a, 32, 31};
+                      {UINT64_MAX, 3, 4, 5, 6}},
+                     {1.0f, 0.5f, 1.0f / 3, std::numeric_limits<float>::max()}};
+const Fetch kFetch{kId,
+                   "request-42",
+                   generation_from(0xa0),
+                   7,
+                   {0, 1, 0xabcdef},
+                   24,
+                   32,
+                   512,
+                   4097,
+                   15,
+                   3,
+                   64,
+                   128,
+                   1,
+                   4,
+                   3097,
+                   8000,
+                   3000,
+                   1,
+                   1u << 20,
+                   {5, 4, 3}};
+const Accept kAccept{kId, {2, 0, 1, 4, 3},          1, 33,   0x123456789a,   32,        31, 3, 2,
+                     48,  {{4, 0, 0}, {3, 1, 128}}, 4, 3097, {0.125f, 2.0f}, "as asked"};
 const Commit kCommit{kId, 32, 3, 0xfedcb, {0xdeadbeefcafef00d, 0x0badc0de12345678}};
 const Refused kRefused{kId, StatusCode::kExpired, "the lease ran out"};
 const Credit kCredit{kId, {9, 0, 127}};
@@ -118,7 +153,7 @@ Bytes from_hex(const std::string& text) {
 const std::map<std::string, Bytes>& golden() {
   static const auto messages = [] {
     const auto path =
-        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v1.txt";
+        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v2.txt";
     std::ifstream file(path);
     REQUIRE_MESSAGE(file.good(), path.string(), " cannot be read");
     std::map<std::string, Bytes> found;
@@ -246,6 +281,11 @@ class Random {
     for (uint32_t& value : list) value = number<uint32_t>();
     return list;
   }
+  std::vector<float> floats(size_t limit) {
+    std::vector<float> list;
+    for (const uint32_t bits : this->list(limit)) list.push_back(std::bit_cast<float>(bits));
+    return list;
+  }
   Generation generation() {
     Generation generation;
     for (std::byte& value : generation) value = static_cast<std::byte>(engine_());
@@ -278,7 +318,8 @@ Layout random_layout(Random& random) {
            random.number<uint32_t>(),
            {},
            {},
-           {}};
+           {},
+           random.floats(50)};
   for (size_t i = random.below(20); i-- > 0;) m.layers.push_back(random.text(40));
   for (size_t i = random.below(kMaxPlanes + 1); i-- > 0;) {
     m.planes.push_back({random.text(40), random.number<uint32_t>()});
@@ -295,17 +336,35 @@ TEST_CASE("random messages survive a round trip") {
   Random random;
   for (int i = 0; i < 500; ++i) {
     check_round_trip(Hello{kProtocolVersion, random.number<uint64_t>(), random.text(kMaxName),
-                           random.number<uint32_t>()});
+                           random.number<uint32_t>(), random.number<uint32_t>()});
     check_round_trip(random_layout(random));
-    check_round_trip(Fetch{random.number<uint64_t>(), random.text(kMaxName), random.generation(),
-                           random.number<uint32_t>(), random.list(300), random.number<uint32_t>(),
-                           random.number<uint32_t>(), random.number<uint32_t>(),
-                           random.number<uint32_t>(), random.number<uint32_t>(),
-                           random.number<uint8_t>(), random.number<uint8_t>(),
-                           random.number<uint32_t>(), random.list(300)});
-    Accept accept{random.number<uint64_t>(), {0, 1, 2, 3, 4},           random.number<uint8_t>(),
-                  random.number<uint32_t>(), random.number<uint64_t>(), 0,
-                  random.number<uint32_t>()};
+    check_round_trip(
+        Fetch{random.number<uint64_t>(), random.text(kMaxName),     random.generation(),
+              random.number<uint32_t>(), random.list(300),          random.number<uint32_t>(),
+              random.number<uint32_t>(), random.number<uint32_t>(), random.number<uint32_t>(),
+              random.number<uint32_t>(), random.number<uint8_t>(),  random.number<uint16_t>(),
+              random.number<uint16_t>(), random.number<uint8_t>(),  random.number<uint32_t>(),
+              random.number<uint32_t>(), random.number<uint32_t>(), random.number<uint32_t>(),
+              random.number<uint8_t>(),  random.number<uint32_t>(), random.list(300)});
+    Accept accept{random.number<uint64_t>(),
+                  {0, 1, 2, 3, 4},
+                  random.number<uint8_t>(),
+                  random.number<uint32_t>(),
+                  random.number<uint64_t>(),
+                  0,
+                  random.number<uint32_t>(),
+                  random.number<uint8_t>(),
+                  random.number<uint8_t>(),
+                  random.number<uint16_t>(),
+                  {},
+                  random.number<uint32_t>(),
+                  random.number<uint32_t>(),
+                  random.floats(100),
+                  random.text(kMaxText)};
+    for (size_t plane = random.below(kMaxPlanes + 1); plane-- > 0;) {
+      accept.encodings.push_back(
+          {random.number<uint8_t>(), random.number<uint8_t>(), random.number<uint16_t>()});
+    }
     random.shuffle(accept.order);
     accept.producer_block_size = std::max(random.number<uint32_t>(), 1u);
     accept.producer_slot %= accept.producer_block_size;
@@ -331,11 +390,16 @@ TEST_CASE("the largest messages that the limits allow can be sent") {
   CHECK(decode_bye(body_of(encode_bye(std::string(3 * kMaxText, 'x')))).size() == kMaxText);
 
   check_round_trip(Credit{kId, std::vector<uint32_t>(kMaxSlots, 7)});
-  Layout layout{1, "", 0, 1, 1, 1, 0, {}, {}, {}};
+  Layout layout{1, "", 0, 1, 1, 1, 0, {}, {}, {}, {}};
   layout.layers.assign(kMaxLayers, "x");
   layout.planes.assign(kMaxPlanes, {"p", 1});
   layout.views.assign(size_t{kMaxLayers} * kMaxPlanes, {1, 2, 3, 4, 5});
+  layout.scales.assign(size_t{kMaxLayers} * kMaxPlanes, 0.5f);
   check_round_trip(layout);
+  CHECK(layout.encode().size() < 4u << 20);
+  Accept accept = kAccept;
+  accept.why.assign(3 * kMaxText, 'x');
+  CHECK(Accept::decode(body_of(accept.encode())).why.size() == kMaxText);
 }
 
 TEST_CASE("a message that ends early is refused, wherever it ends") {
@@ -362,10 +426,10 @@ TEST_CASE("a message with a byte too many is refused") {
 TEST_CASE("counts are bounded before anything is allocated for them") {
   // Where the counts of strings and lists are, in bytes from the start of the golden message.
   const std::map<std::string, std::vector<size_t>> counts = {
-      {"hello", {11}},    {"layout", {5, 31, 35, 47, 59, 63, 72}},
-      {"fetch", {9, 43}}, {"refused", {10}},
-      {"credit", {9}},    {"renew", {1}},
-      {"bye", {1}}};
+      {"hello", {11}},    {"layout", {5, 31, 35, 47, 59, 63, 72, 241}},
+      {"fetch", {9, 43}}, {"accept", {39, 59, 71}},
+      {"refused", {10}},  {"credit", {9}},
+      {"renew", {1}},     {"bye", {1}}};
   for (const auto& [name, offsets] : counts) {
     for (const size_t offset : offsets) {
       for (const uint32_t count : {UINT32_MAX, 0x80000000u, 0x40000000u, 0x10000000u, 0x100000u}) {
@@ -384,7 +448,7 @@ TEST_CASE("counts are bounded before anything is allocated for them") {
 }
 
 TEST_CASE("layers times planes is bounded, too") {
-  Layout layout{1, "", 0, 1, 1, 1, 0, {}, {}, {}};
+  Layout layout{1, "", 0, 1, 1, 1, 0, {}, {}, {}, {}};
   layout.layers.assign(kMaxLayers, "x");
   layout.planes.assign(kMaxPlanes, {"p", 1});
   layout.views.assign(10, {});
@@ -395,9 +459,9 @@ TEST_CASE("layers times planes is bounded, too") {
 
 TEST_CASE("names and reasons beyond their limits are refused") {
   const std::string name(kMaxName + 1, 'x');
-  CHECK_THROWS_AS(decode_any(Hello{1, 1, name, 1}.encode()), Error);
+  CHECK_THROWS_AS(decode_any(Hello{1, 1, name, 1, 1}.encode()), Error);
   CHECK_THROWS_AS(decode_any(Renew{name, {}}.encode()), Error);
-  CHECK_THROWS_AS(decode_any(Layout{1, name, 0, 1, 1, 1, 0, {}, {}, {}}.encode()), Error);
+  CHECK_THROWS_AS(decode_any(Layout{1, name, 0, 1, 1, 1, 0, {}, {}, {}, {}}.encode()), Error);
   CHECK_THROWS_AS(decode_any(Credit{1, std::vector<uint32_t>(kMaxSlots + 1)}.encode()), Error);
 }
 
@@ -411,7 +475,7 @@ TEST_CASE("an unknown message type is named") {
 }
 
 TEST_CASE("a peer of another protocol version is told both") {
-  for (const int version : {0, 2, 0x0100, 0xffff}) {
+  for (const int version : {0, 1, 3, 0x0100, 0xffff}) {
     Hello hello = kHello;
     hello.version = static_cast<uint16_t>(version);
     const Bytes message = hello.encode();
@@ -420,8 +484,8 @@ TEST_CASE("a peer of another protocol version is told both") {
     CHECK(error.find("this side " + std::to_string(kProtocolVersion)) != std::string::npos);
   }
   // Only the version field of HELLO may be relied upon: what is behind it can be anything.
-  const Bytes from_the_future = from_hex("010200ff");
-  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 2") !=
+  const Bytes from_the_future = from_hex("010300ff");
+  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 3") !=
         std::string::npos);
 }
 

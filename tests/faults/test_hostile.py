@@ -84,6 +84,10 @@ HELLO_AGAIN = wire.hello("stranger", 1)
         [wire.layout()[:-1]],
         [wire.layout() + b"\0"],
         [wire.layout(element=99)],
+        [wire.layout(scales=(1.0, 2.0))],
+        [wire.layout(scales=(1.0,), element=4)],
+        [wire.layout(scales=(0.0, 1.0), element=4)],
+        [wire.layout(scales=(1.0, float("nan")), element=4)],
         [wire.layout(block_size=0)],
         [wire.layout(heads=(0, 0))],
         [wire.layout(layers=())],
@@ -99,7 +103,7 @@ HELLO_AGAIN = wire.hello("stranger", 1)
         [struct.pack("<BQB", wire.REFUSED, 1, 3) + wire.text("no")],
         [wire.of_fetch(wire.CANCELLED, 1)],
     ],
-    ids=range(21),
+    ids=range(25),
 )
 def test_messages_that_make_no_sense_end_the_link(victim: Victim, messages: list[bytes]) -> None:
     with wire.consumer(victim.prefill.address) as fake:
@@ -128,7 +132,7 @@ def test_a_first_message_other_than_hello_ends_the_link(victim: Victim) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "another"}, {"incarnation": 1}, {"version": 2}, {"slot_bytes": 0}],
+    [{"name": "another"}, {"incarnation": 1}, {"version": 1}, {"version": 3}, {"slot_bytes": 0}],
     ids=str,
 )
 def test_a_hello_of_another_than_who_shook_hands(victim: Victim, change: dict) -> None:
@@ -173,6 +177,11 @@ def test_garbage_on_a_data_stream_ends_the_link(victim: Victim, data: bytes) -> 
         ({"slot_in_block": 16}, "refused"),
         ({"slot_in_block": 0xFFFFFFFF}, "refused"),
         ({"codec": 7}, "refused"),
+        ({"codec": wire.INT8, "panel_tokens": 0}, "refused"),
+        ({"codec": wire.INT8, "panel_tokens": 257}, "refused"),
+        ({"codec": wire.INT8, "scale_format": 2}, "refused"),
+        ({"codec": wire.FP8_E4M3, "scale_format": 3}, "refused"),
+        ({"codec": wire.INT8, "stretch": (5, 4)}, "refused"),
         ({"chunk_bytes": 0}, "refused"),
         ({"chunk_bytes": 1 << 31}, "refused"),
         ({"slots": tuple(range(1 << 16)) + (0,)}, "link"),
@@ -358,7 +367,7 @@ class Bait:
         (self.id,) = struct.unpack_from("<Q", raw, 1)
         at = 9 + 4 + 1 + 16 + 4
         (layers,) = struct.unpack_from("<I", raw, at)
-        at += 4 + 4 * layers + 5 * 4 + 2
+        at += 4 + 4 * layers + 5 * 4 + 23
         self.chunk_bytes, count = struct.unpack_from("<II", raw, at)
         self.slots = struct.unpack_from(f"<{count}I", raw, at + 8)
 

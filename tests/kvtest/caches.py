@@ -16,6 +16,8 @@ STORAGE = {
     "bfloat16": np.uint16,
     "uint8": np.uint8,
     "float8_e4m3fn": np.uint8,
+    "float8_e4m3fnuz": np.uint8,
+    "float8_e5m2": np.uint8,
 }
 POISON = 0xEE
 
@@ -34,6 +36,7 @@ class Geometry:
     num_blocks: int = 24
     dtype: str = "bfloat16"
     model: str = ""
+    scales: tuple[float, ...] | None = None  # by plane
 
     @property
     def num_heads(self) -> int:
@@ -76,6 +79,7 @@ class Paged:
             model=g.model,
             first_head=g.heads[0],
             dtype=g.dtype,
+            scales=g.scales,
         )
 
     def fill(self, seed: int) -> None:

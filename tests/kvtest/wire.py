@@ -27,7 +27,10 @@ from kvxfer.handshake import (
 
 HELLO, LAYOUT, FETCH, ACCEPT, COMMIT, REFUSED, CREDIT, DONE = range(1, 9)
 CANCEL, CANCELLED, PING, RENEW, BYE = range(9, 14)
-VERSION = 1
+VERSION = 2
+SCHEMES = 0b11111
+RAW, FP8_E4M3, FP8_E5M2, INT8 = range(4)  # codecs
+NEVER = 0xFFFFFFFF
 
 
 def text(value: str) -> bytes:
@@ -43,10 +46,20 @@ def listed(*values: int) -> bytes:
     return numbers(len(values), *values)
 
 
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<I{len(values)}f", len(values), *values)
+
+
 def hello(
-    name: str, incarnation: int, *, version: int = VERSION, slot_bytes: int = 64 << 10
+    name: str,
+    incarnation: int,
+    *,
+    version: int = VERSION,
+    slot_bytes: int = 64 << 10,
+    schemes: int = SCHEMES,
 ) -> bytes:
-    return struct.pack("<BHQ", HELLO, version, incarnation) + text(name) + numbers(slot_bytes)
+    raw = struct.pack("<BHQ", HELLO, version, incarnation) + text(name)
+    return raw + numbers(slot_bytes, schemes)
 
 
 def layout(
@@ -60,6 +73,7 @@ def layout(
     num_blocks: int = 24,
     element: int = 2,  # bfloat16
     views: int | None = None,
+    scales: tuple[float, ...] = (),
 ) -> bytes:
     raw = struct.pack("<BI", LAYOUT, cache_id) + text("") + bytes([element])
     raw += numbers(num_blocks, block_size, heads[1] - heads[0], heads[0])
@@ -67,7 +81,8 @@ def layout(
     raw += numbers(len(planes)) + b"".join(text(plane) + numbers(content) for plane in planes)
     row = 2 * content
     view = struct.pack("<Qqqqq", 0, row * 4 * block_size, row * block_size, row, 2)
-    return raw + view * (len(layers) * len(planes) if views is None else views)
+    raw += view * (len(layers) * len(planes) if views is None else views)
+    return raw + floats(*scales)
 
 
 def fetch(
@@ -79,7 +94,12 @@ def fetch(
     heads: tuple[int, int] = (0, 4),
     tokens: tuple[int, int] = (0, 16),
     slot_in_block: int = 0,
-    codec: int = 0,
+    codec: int = RAW,
+    panel_tokens: int = 64,
+    group: int = 0,
+    scale_format: int = 1,
+    stretch: tuple[int, int] = (0, NEVER),
+    rates: tuple[int, int] = (0, 0),
     chunk_bytes: int = 64 << 10,
     slots: tuple[int, ...] = (0,),
     generation: bytes | None = None,
@@ -87,7 +107,9 @@ def fetch(
     raw = struct.pack("<BQ", FETCH, fetch_id) + text(ticket["offer"])
     raw += bytes.fromhex(ticket["generation"]) if generation is None else generation
     raw += numbers(cache_id) + listed(*layers) + numbers(*heads, *tokens, slot_in_block)
-    return raw + bytes([codec, 1]) + numbers(chunk_bytes) + listed(*slots)
+    raw += struct.pack("<BHHB", codec, panel_tokens, group, scale_format)
+    raw += numbers(*stretch, *rates) + b"\1"
+    return raw + numbers(chunk_bytes) + listed(*slots)
 
 
 def accept(
@@ -99,9 +121,19 @@ def accept(
     wire_bytes: int,
     block_size: int = 16,
     slot: int = 0,
+    codec: int = RAW,
+    element: int = 2,
+    panel_tokens: int = 0,
+    encodings: tuple[tuple[int, int, int], ...] = (),
+    stretch: tuple[int, int] = (0, NEVER),
+    scales: tuple[float, ...] = (),
+    why: str = "",
 ) -> bytes:
     raw = struct.pack("<BQ", ACCEPT, fetch_id) + bytes([*order, per_layer])
-    return raw + struct.pack("<IQII", num_chunks, wire_bytes, block_size, slot)
+    raw += struct.pack("<IQII", num_chunks, wire_bytes, block_size, slot)
+    raw += struct.pack("<BBH", codec, element, panel_tokens)
+    raw += numbers(len(encodings)) + b"".join(struct.pack("<BBH", *plane) for plane in encodings)
+    return raw + numbers(*stretch) + floats(*scales) + text(why)
 
 
 def commit(fetch_id: int, *, chunk: int = 0, slot: int = 0, size: int, digest: bytes = bytes(16)):

@@ -119,7 +119,7 @@ def layout(cache_id):
     for index in range(LAYERS * 2):
         offset = index * 10 * BLOCK * token
         body += struct.pack("<Qqqqq", offset, BLOCK * token, head, token, 2)
-    return body
+    return body + struct.pack("<I", 0)  # no scales
 
 
 def rows(order, producer_block, producer_slot):
@@ -180,18 +180,23 @@ def test_a_consumer_written_from_the_page(ready):
 
 
 def fetch(offer, ticket, control, data, ready):
-    send(control, 1, struct.pack("<HQ", 1, 77) + text("étranger") + struct.pack("<I", SLOT_BYTES))
+    body = struct.pack("<HQ", 2, 77) + text("étranger") + struct.pack("<II", SLOT_BYTES, 1)
+    send(control, 1, body)
     hello = receive_message(control, 1)
-    assert hello[:2] == struct.pack("<H", 1)
+    assert hello[:2] == struct.pack("<H", 2)
 
     generation = bytes.fromhex(ticket["generation"])
     send(control, 2, layout(9))
     body = struct.pack("<Q", 1) + text("née") + generation
     body += struct.pack("<II3I", 9, LAYERS, *range(LAYERS))
-    body += struct.pack("<5I", 4, 6, BEGIN, END, SLOT) + struct.pack("<BB", 0, 1)
+    body += struct.pack("<5I", 4, 6, BEGIN, END, SLOT)
+    body += struct.pack("<BHHBIIIIB", 0, 64, 0, 1, 0, 0xFFFFFFFF, 0, 0, 1)  # raw; with digests
     chunk_bytes = 4100  # no multiple of a row, and less than a layer
     send(control, 3, body + struct.pack("<III", chunk_bytes, 1, 3))  # slot 3
-    accept = struct.unpack("<Q5BBIQII", receive_message(control, 4))
+    answer = receive_message(control, 4)
+    accept = struct.unpack("<Q5BBIQII", answer[:34])
+    # Raw plain memory of float16, no encodings, nothing between, no scales; and why.
+    assert answer[34:54] == struct.pack("<BBHIIII", 0, 1, 0, 0, 0, 0xFFFFFFFF, 0)
     fetch_id, order, (per_layer, chunks, total, block, slot) = accept[0], accept[1:6], accept[6:]
     assert fetch_id == 1
     assert per_layer == (not ready)

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kvxfer/codec.h"
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/layout.h"
 #include "kvxfer/status.h"
@@ -23,6 +24,28 @@ struct FetchState;  // internal
 using Generation = std::array<std::byte, 16>;  // unguessable; names one offer once and for all
 using CacheId = uint32_t;
 using PeerId = uint32_t;
+
+// How elements are encoded on the wire. The values travel on it: append, never renumber.
+enum class Codec : uint8_t {
+  kRaw = 0,         // as they are
+  kFloat8E4M3 = 1,  // a scale for every row
+  kFloat8E5M2 = 2,  // the same
+  kInt8 = 3,        // plane "k" by channels, asymmetric; other planes a scale for every row
+  kAuto = 255,      // the producer chooses kInt8 where that is faster than kRaw, else kRaw
+};
+const char* codec_name(Codec codec);  // "raw", "fp8_e4m3", "fp8_e5m2", "int8", "auto"
+// Throws Error(kInvalid) that lists the known ones.
+Codec codec_from_name(const std::string& name);
+
+// What a fetch asks for.
+struct CodecSpec {
+  Codec codec = Codec::kRaw;
+  uint32_t panel_tokens = 64;  // that are encoded together; fewer when a chunk does not hold them
+  uint32_t group = 0;  // elements of a row that share a scale; 0: all, or 128 of more than 256
+  ScaleFormat scale = ScaleFormat::kBFloat16;
+  // Tokens of the request outside [raw_until, raw_from) travel as they are.
+  uint32_t raw_until = 0, raw_from = UINT32_MAX;
+};
 
 struct AgentOptions {
   std::string name;
@@ -95,6 +118,11 @@ struct FetchReport {
   std::string wire_order;  // outermost axis first, e.g. "LPTHN"
   std::string link;        // Link::describe()
   std::vector<std::string> peers;
+  std::string codec;        // that was used, e.g. "int8"
+  std::string codec_why;    // why that one, and what was converted
+  uint64_t wire_bytes = 0;  // that crossed the link for `bytes`
+  uint64_t exceptions = 0;  // rows that travelled raw although the codec was not
+  uint64_t clamped = 0;     // elements beyond the largest that this side's cache can hold
 };
 
 // One fetch: ends by itself at its deadline at the latest. Thread-safe.
@@ -132,13 +160,15 @@ struct FetchSpec {
   uint32_t num_tokens = 0;
   double timeout = 30.0;  // seconds
   std::vector<FetchPart> parts;
+  CodecSpec codec = {};
 };
 
 // Counts of what an agent holds: everything returns to zero, or to capacity, when it is at rest.
 struct AgentStats {
   uint64_t offers = 0, serving = 0, fetches = 0, peers = 0;
   uint64_t slots = 0, free_slots = 0, quarantined_slots = 0;
-  uint64_t bytes_sent = 0, bytes_received = 0, digest_errors = 0;
+  uint64_t bytes_sent = 0, bytes_received = 0, digest_errors = 0;  // of KV
+  uint64_t wire_bytes_sent = 0, wire_bytes_received = 0;           // that KV, as it was encoded
 };
 
 // One endpoint of transfers. Thread-safe; every call but close() returns without waiting for peers.

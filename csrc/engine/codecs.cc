@@ -1,0 +1,130 @@
+#include "engine/codecs.h"
+
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "kvxfer/status.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr std::array<std::pair<Codec, const char*>, 5> kCodecs = {{
+    {Codec::kRaw, "raw"},
+    {Codec::kFloat8E4M3, "fp8_e4m3"},
+    {Codec::kFloat8E5M2, "fp8_e5m2"},
+    {Codec::kInt8, "int8"},
+    {Codec::kAuto, "auto"},
+}};
+
+// Wider rows, as MLA's latent, get several scales: one outlier must not cost all of them precision.
+constexpr uint32_t kWideRow = 256, kGroupOfWideRow = 128;
+
+Scheme scheme_of(Codec codec, const PlaneSpec& plane) {
+  switch (codec) {
+    case Codec::kRaw: return Scheme::kRaw;
+    case Codec::kFloat8E4M3: return Scheme::kFloat8E4M3;
+    case Codec::kFloat8E5M2: return Scheme::kFloat8E5M2;
+    case Codec::kInt8: return plane.name == "k" ? Scheme::kInt8Channel : Scheme::kInt8;
+    case Codec::kAuto: return scheme_of(kRecommended, plane);
+  }
+  return Scheme::kRaw;
+}
+
+}  // namespace
+
+const char* codec_name(Codec codec) {
+  for (const auto& [known, name] : kCodecs) {
+    if (known == codec) return name;
+  }
+  return "unknown";
+}
+
+Codec codec_from_name(const std::string& name) {
+  std::string list;
+  for (const auto& [codec, known] : kCodecs) {
+    if (name == known) return codec;
+    list += (list.empty() ? "" : ", ") + std::string(known);
+  }
+  throw Error(StatusCode::kInvalid, "codec \"" + name + "\" is not known; there are " + list);
+}
+
+uint32_t schemes_of(Codec codec) {
+  uint32_t schemes = 0;
+  for (const char* plane : {"k", "v"}) {
+    schemes |= 1u << static_cast<uint32_t>(scheme_of(codec, {plane, 1}));
+  }
+  return schemes;
+}
+
+std::string scheme_list(uint32_t schemes) {
+  std::string list;
+  for (uint32_t scheme = 0; scheme < kNumSchemes; ++scheme) {
+    if (!(schemes & 1u << scheme)) continue;
+    list += (list.empty() ? "" : ", ") + std::string(scheme_name(static_cast<Scheme>(scheme)));
+  }
+  return list.empty() ? "none" : list;
+}
+
+Encoding encoding_of(Codec codec, const PlaneSpec& plane, uint32_t group, ScaleFormat scale) {
+  Encoding encoding;
+  encoding.scheme = scheme_of(codec, plane);
+  if (encoding.scheme == Scheme::kRaw) return encoding;
+  encoding.scale = scale;
+  if (encoding.scheme == Scheme::kInt8Channel) return encoding;
+  if (group == 0 && plane.content > kWideRow) group = kGroupOfWideRow;
+  encoding.group = group < plane.content ? static_cast<uint16_t>(group) : uint16_t{0};
+  return encoding;
+}
+
+std::vector<Encoding> encodings_of(Codec codec, const std::vector<PlaneSpec>& planes,
+                                   uint32_t group, ScaleFormat scale) {
+  std::vector<Encoding> encodings;
+  for (const PlaneSpec& plane : planes) {
+    encodings.push_back(encoding_of(codec, plane, group, scale));
+  }
+  return encodings;
+}
+
+void check_codec(const CodecSpec& spec, const std::vector<PlaneSpec>& planes) {
+  const auto require = [](bool fine, const std::string& what) {
+    if (!fine) throw Error(StatusCode::kInvalid, what);
+  };
+  const std::string name = codec_name(spec.codec);
+  require(name != "unknown",
+          "codec " + std::to_string(static_cast<int>(spec.codec)) + " is not known");
+  require(spec.panel_tokens >= 1 && spec.panel_tokens <= kMaxPanelRows,
+          "codec " + name + ": panel_tokens is " + std::to_string(spec.panel_tokens) +
+              "; it is 1 to " + std::to_string(kMaxPanelRows));
+  require(spec.group <= UINT16_MAX,
+          "codec " + name + ": group is " + std::to_string(spec.group) + "; it is 0 to 65535");
+  require(spec.raw_until <= spec.raw_from,
+          "codec " + name + ": raw_until is " + std::to_string(spec.raw_until) +
+              ", behind raw_from, which is " + std::to_string(spec.raw_from));
+  // What elements the producer holds is not known here: it refuses what can't hold them.
+  for (const Encoding& encoding : encodings_of(spec.codec, planes, spec.group, spec.scale)) {
+    check_encoding(encoding, ElementType::kBFloat16);
+  }
+}
+
+void check_scales(const std::vector<float>& scales, size_t views, ElementType element) {
+  if (scales.empty()) return;
+  if (scales.size() != views) {
+    throw Error(StatusCode::kInvalid, "a cache of " + std::to_string(views) +
+                                          " layers times planes has " +
+                                          std::to_string(scales.size()) + " scales");
+  }
+  for (const float scale : scales) {
+    if (!std::isfinite(scale) || !(scale > 0)) {
+      throw Error(StatusCode::kInvalid,
+                  "a cache's scale is " + std::to_string(scale) + "; it must be positive");
+    }
+    if (scale != 1 && !is_float8(element)) {
+      throw Error(StatusCode::kInvalid, "a cache of " + std::string(element_name(element)) +
+                                            " has a scale of " + std::to_string(scale) +
+                                            "; only 8-bit floats have others than 1");
+    }
+  }
+}
+
+}  // namespace kvxfer

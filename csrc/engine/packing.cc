@@ -1,0 +1,135 @@
+// From the blocks of an offer to a slot of its consumer, chunk by chunk.
+
+#include <optional>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+// Whether a chunk to this peer can be staged. Not when all slots are taken, or when the peer has
+// its share: a consumer that reads slowly must not hold up the others.
+bool reserve_staging(AgentCore& core, Peer& peer) {
+  if (core.staged == core.staging->num_slots() || peer.staged >= core.staging->num_slots() / 2) {
+    return false;
+  }
+  ++core.staged;
+  ++peer.staged;
+  return true;
+}
+
+void unreserve_staging(AgentCore& core, Peer& peer) {
+  --core.staged;
+  --peer.staged;
+}
+
+// The slot for a reservation: the one that this thread used last, if it is free, for another core
+// would have to fetch every line of it out of this one's cache.
+uint32_t take_staging(AgentCore& core) {
+  thread_local std::optional<uint32_t> last;
+  const Guard guard(core);
+  last = core.staging->take(last);
+  return *last;
+}
+
+// Fills the slot or the staging memory; what fails there ends the serve.
+PackedChunk fill(AgentCore& core, const Serve& serve, uint32_t chunk, std::byte* wire, bool staged,
+                 std::optional<std::string>& failure) {
+  try {
+    return serve.plan->pack(chunk, wire, serve.request.generation, serve.request.with_digest != 0,
+                            /*stream=*/!staged);
+  } catch (const std::exception& error) {
+    failure = "producer '" + core.options.name + "' could not pack chunk " + std::to_string(chunk) +
+              ": " + error.what();
+    return {};
+  }
+}
+
+void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk, uint32_t slot,
+                bool staged) {
+  const auto& link = serve->peer->link;
+  const uint64_t offset = static_cast<uint64_t>(slot) * serve->peer->slot_bytes;
+  const uint32_t staging_slot = staged ? take_staging(core) : 0;
+  std::byte* wire_bytes =
+      staged ? core.staging->slot(staging_slot) : link->mapped_arena().data() + offset;
+  std::optional<std::string> failure;
+  const PackedChunk packed = fill(core, *serve, chunk, wire_bytes, staged, failure);
+  const uint64_t fetch_id = serve->request.fetch_id;
+  const wire::Bytes message =
+      wire::Commit{fetch_id, chunk, slot, packed.bytes, packed.digest}.encode();
+  uint64_t token = 0;
+  {
+    Guard guard(core);
+    --core.packing;
+    --serve->offer->reading;
+    if (failure) {
+      const wire::Refused refusal{fetch_id, StatusCode::kNoResources, *failure};
+      end_serve(core, serve, refusal.encode());
+    } else {
+      core.counters.bytes_sent += serve->plan->memory_bytes(chunk);
+      core.counters.wire_bytes_sent += packed.bytes;
+    }
+    if (serve->ended) {
+      if (staged) {
+        core.staging->give_back(staging_slot);
+        unreserve_staging(core, *serve->peer);
+      }
+      release_if_unread(core, *serve->offer);
+      land_flight(core, serve);
+    } else if (staged) {
+      token = core.next_token++;
+      core.writing.emplace(token, Writing{serve, staging_slot});
+    } else {
+      link->send(message);
+      land_flight(core, serve);
+    }
+    start_packs(core);
+  }
+  // Outside the mutex: the transport may copy a megabyte to the kernel in here.
+  if (token != 0) link->write({wire_bytes, packed.bytes}, offset, message, token);
+}
+
+}  // namespace
+
+void start_packs(AgentCore& core) {
+  // One more than there are workers, so that a worker that is done finds the next chunk waiting.
+  const uint32_t limit = core.options.threads + 1;
+  size_t passed_over = 0;  // they wait for staging: on_written() comes back here
+  while (core.packing < limit && passed_over < core.serve_queue.size()) {
+    const auto serve = std::move(core.serve_queue.front());
+    core.serve_queue.pop_front();
+    serve->queued = false;
+    if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
+    const bool staged = serve->peer->link->mapped_arena().empty();
+    if (staged && !reserve_staging(core, *serve->peer)) {
+      queue_serve(core, serve);
+      ++passed_over;
+      continue;
+    }
+    auto& [next, end] = serve->ready.front();
+    const uint32_t chunk = next++;
+    if (next == end) serve->ready.pop_front();
+    if (serve->asked > 0) --serve->asked;
+    const uint32_t slot = serve->credits.front();
+    serve->credits.pop_front();
+    ++serve->in_flight;
+    ++serve->offer->reading;
+    ++core.packing;
+    queue_serve(core, serve);
+    run_job(core, serve->plan->memory_bytes(chunk),
+            [&core, serve, chunk, slot, staged] { pack_chunk(core, serve, chunk, slot, staged); });
+  }
+}
+
+void Peer::on_written(Link&, uint64_t token, bool) {
+  Guard guard(*core);
+  auto writing = core->writing.extract(token);
+  if (!writing) return;
+  core->staging->give_back(writing.mapped().staging_slot);
+  unreserve_staging(*core, *this);
+  land_flight(*core, writing.mapped().serve);
+  start_packs(*core);
+}
+
+}  // namespace kvxfer

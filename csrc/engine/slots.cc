@@ -1,0 +1,106 @@
+// Slots of the consumer's arena: who holds them, and who gets the next one.
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+
+void ensure_arena(AgentCore& core) {
+  if (core.arena) return;
+  core.arena = std::make_unique<Arena>(Arena::kShared, core.options.arena_bytes,
+                                       core.options.slot_bytes, core.options.lock_arena);
+  core.slots.resize(core.arena->num_slots());
+}
+
+uint32_t window_of(const AgentCore& core, const Part& part) {
+  return part.peer->link->one_sided() ? core.options.window : core.options.copied_window;
+}
+
+void free_slot(AgentCore& core, uint32_t slot) {
+  core.slots[slot] = {};
+  core.arena->give_back(slot);
+}
+
+uint32_t grant_slot(AgentCore& core, Part& part) {
+  const uint32_t slot = *core.arena->take();
+  core.slots[slot] = {SlotInfo::kGranted, part.peer->id, part.id};
+  part.slots.push_back(slot);
+  ++part.granted;
+  return slot;
+}
+
+void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
+  const bool wants = !part->done && !part->fetch->ending && part->wanted > part->granted &&
+                     part->slots.size() < enough && part->peer->state == Peer::kReady;
+  if (!wants || part->hungry) return;
+  part->hungry = true;
+  core.hungry.push_back(part);
+}
+
+void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot) {
+  std::erase(part->slots, slot);
+  free_slot(core, slot);
+  // Half a window at a time: every credit message wakes the producer's progress thread.
+  feed(core, part, window_of(core, *part) / 2 + 1);
+}
+
+void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
+  std::erase_if(part.slots, [&](uint32_t slot) {
+    const SlotInfo::State state = core.slots[slot].state;
+    if (state != SlotInfo::kGranted && state != SlotInfo::kLanded) return false;
+    if (exposed && state == SlotInfo::kGranted) {
+      core.slots[slot].state = SlotInfo::kQuarantined;
+    } else {
+      free_slot(core, slot);
+    }
+    return true;
+  });
+}
+
+void grant_slots(AgentCore& core) {
+  std::vector<std::pair<std::shared_ptr<Part>, std::vector<uint32_t>>> grants;
+  while (!core.hungry.empty() && core.arena->num_free() > 0) {
+    const auto part = core.hungry.front();
+    core.hungry.pop_front();
+    part->hungry = false;
+    if (part->done || part->fetch->ending || part->wanted <= part->granted) continue;
+    const uint32_t slot = grant_slot(core, *part);
+    const auto known =
+        std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });
+    if (known == grants.end()) {
+      grants.emplace_back(part, std::vector<uint32_t>{slot});
+    } else {
+      known->second.push_back(slot);
+    }
+    feed(core, part, window_of(core, *part));
+  }
+  for (const auto& [part, slots] : grants) {
+    part->peer->link->send(wire::Credit{part->id, slots}.encode());
+  }
+}
+
+void free_quarantined(AgentCore& core, Peer& peer, uint64_t fetch_id) {
+  bool freed = false;
+  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+    const SlotInfo& info = core.slots[slot];
+    if (info.state != SlotInfo::kQuarantined || info.peer != peer.id || info.fetch_id != fetch_id)
+      continue;
+    free_slot(core, slot);
+    freed = true;
+  }
+  if (freed) grant_slots(core);
+}
+
+void free_slots_of(AgentCore& core, PeerId peer) {
+  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+    const SlotInfo& info = core.slots[slot];
+    if (info.peer != peer || info.state == SlotInfo::kFree || info.state == SlotInfo::kUnpacking)
+      continue;
+    free_slot(core, slot);
+  }
+  if (core.arena) grant_slots(core);
+}
+
+}  // namespace kvxfer
