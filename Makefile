@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
+.PHONY: help demo test test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,16 @@ test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" go
 	@build/release/kvxfer_tests --no-intro
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
+
+vllm-tools: build-tests
+	@tools/vllm.sh
+
+# Not part of `make test`: vLLM is large and its engines take their time to start.
+test-vllm: vllm-tools  ## test the vLLM connector against vLLM in .venv-vllm (ARGS="-m 'not slow'")
+	@.venv-vllm/bin/python -m pytest tests/integrations -W default -o timeout=900 $(ARGS)
+
+demo-vllm: vllm-tools  ## serve with a prefill and a decode engine of vLLM, compare with one engine
+	@PYTHONPATH=tests/integrations .venv-vllm/bin/python -m rig.demo $(ARGS)
 
 lint-tools:
 	@tools/system.sh

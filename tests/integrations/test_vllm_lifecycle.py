@@ -247,3 +247,21 @@ def test_sliding_windows(engine: Callable[..., Any], pair: Any, window: int) -> 
             pair.decode(d, tokens, params, p)
         pair.settle(p, d)
         assert "failures" not in d.stats
+
+
+@pytest.mark.parametrize(("tp", "other"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_tensor_parallel_degrees(
+    engine: Callable[..., Any], pair: Any, tp: int, other: int
+) -> None:
+    p = engine("kv_producer", tp=tp, extra={"decode_tp_size": other, "lease": 1000})
+    d = engine("kv_consumer", tp=other, block_size=64)
+    for length in (1, 2, 33, 200):  # the first is declined by all ranks
+        tokens = pair.prompt(length)
+        _, params = pair.prefill(p, tokens)
+        pair.decode(d, tokens, params, p)
+    name, params = pair.prefill(p, pair.prompt(300))
+    gone = d.add(pair.prompt(300), params=params)
+    d.step()
+    d.abort(gone)
+    pair.settle(p, d)
+    assert "failures" not in d.stats or d.stats["failures"] == {"cancelled": other}

@@ -6,6 +6,7 @@ step builds on. So one wrong, missing or stale element shows, and a thousand req
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -80,6 +82,56 @@ def _kv(chain: torch.Tensor, layer: int, plane: int) -> torch.Tensor:
     return ((chain.view(-1, 1, 1) * factor + head + content) % 4093 + 1).to(torch.float32)
 
 
+class _Rank:
+    """One tensor parallel rank: its connector and its share of the KV memory."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_cache: KVCacheConfig,
+        layers: list[list[str]],
+        rank: int,
+        tp: int,
+    ) -> None:
+        config = copy.copy(config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        each = HEADS // tp
+        self.heads = slice(rank * each, (rank + 1) * each)
+        self._block_size = config.cache_config.block_size
+        shape = (kv_cache.num_blocks, each, self._block_size, 2 * HEAD_SIZE)
+        self.kv = {}
+        for name in itertools.chain(*layers):
+            config.compilation_config.static_forward_context[name] = _Layer()
+            # Poison: nobody may use what was never written.
+            self.kv[name] = torch.full(shape, -7.0)
+        self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
+        self.worker.register_kv_caches(self.kv)
+
+    def finish(self, finished: set[str]) -> KVConnectorOutput:
+        """Call the hooks that come after the forward."""
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(finished)
+        stats = self.worker.get_kv_connector_stats()
+        self.worker.clear_connector_metadata()
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=stats,
+        )
+
+    def read(self, name: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V ``[token, head, content]`` of a block, as the kernel "vec" packs them."""
+        heads = self.kv[name].shape[1]
+        flat = self.kv[name][block].reshape(heads, -1)
+        half = self._block_size * HEAD_SIZE
+        keys = flat[:, :half].view(heads, HEAD_SIZE, self._block_size)
+        values = flat[:, half:].view(heads, self._block_size, HEAD_SIZE)
+        return keys.permute(2, 0, 1), values.permute(1, 0, 2)
+
+
 class Engine:
     """One engine, stepped by hand."""
 
@@ -95,6 +147,7 @@ class Engine:
         prefix_caching: bool = True,
         max_batched_tokens: int = 512,
         windows: tuple[int | None, ...] = (None,),
+        tp: int = 1,
         engine_id: str | None = None,
         transfer: KVTransferConfig | None = None,
     ) -> None:
@@ -128,6 +181,7 @@ class Engine:
             ),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
+        self.config.parallel_config.tensor_parallel_size = tp
         self.block_size, self.windows = block_size, windows
         self.layers = [
             [f"model.layers.{group * LAYERS + layer}.attn" for layer in range(LAYERS)]
@@ -135,7 +189,7 @@ class Engine:
         ]
         shape = {
             "block_size": block_size,
-            "num_kv_heads": HEADS,
+            "num_kv_heads": HEADS // tp,
             "head_size": HEAD_SIZE,
             "dtype": torch.float32,
         }
@@ -159,26 +213,18 @@ class Engine:
             block_size=block_size,
             log_stats=True,
         )
-        context = self.config.compilation_config.static_forward_context
-        self.kv = {}
-        for name in itertools.chain(*self.layers):
-            context[name] = _Layer()
-            # Poison: nobody may use what was never written.
-            self.kv[name] = torch.full((num_blocks, HEADS, block_size, 2 * HEAD_SIZE), -7.0)
-        self.worker = KVConnectorFactory.create_connector(
-            self.config, KVConnectorRole.WORKER, kv_cache
-        )
-        self.worker.register_kv_caches(self.kv)
         self.connector = self.scheduler.connector
+        self.ranks = [_Rank(self.config, kv_cache, self.layers, rank, tp) for rank in range(tp)]
+        self.worker, self.kv = self.ranks[0].worker, self.ranks[0].kv
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): self.worker.get_handshake_metadata()}
+            {(0, at): rank.worker.get_handshake_metadata() for at, rank in enumerate(self.ranks)}
         )
+        self._aggregator = KVOutputAggregator(tp)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.wrong: list[str] = []
         self.answers: dict[str, dict[str, Any]] = {}
         self.stats: dict[str, Any] = {}
-        self.last: Any = None
 
     # --- requests ---
 
@@ -229,30 +275,23 @@ class Engine:
     def step(self) -> None:
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
-        self.worker.handle_preemptions(meta)
-        self.worker.bind_connector_metadata(meta)
+        for rank in self.ranks:
+            rank.worker.handle_preemptions(meta)
+            rank.worker.bind_connector_metadata(meta)
         sampled = self._forward(output)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(output.finished_req_ids)
-        stats = self.worker.get_kv_connector_stats()
-        self.worker.clear_connector_metadata()
-        self.last = connector_output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            kv_connector_stats=stats,
-        )
         names = list(sampled)
-        outputs = self.scheduler.update_from_output(
-            output,
+        outputs = [
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: at for at, name in enumerate(names)},
                 sampled_token_ids=[sampled[name] for name in names],
-                kv_connector_output=connector_output,
-            ),
-        )
+                kv_connector_output=rank.finish(output.finished_req_ids),
+            )
+            for rank in self.ranks
+        ]
+        merged = self._aggregator.aggregate(outputs, 0)
+        stats = merged.kv_connector_output.kv_connector_stats
+        outputs = self.scheduler.update_from_output(output, merged)
         if stats is not None:
             self._count(stats.data)
         for each in outputs.values():
@@ -289,33 +328,34 @@ class Engine:
             work.append((name, begin, begin + count, chain, blocks, len(tokens)))
         for group, names in enumerate(self.layers):
             for layer, layer_name in enumerate(names):
-                for _, begin, end, chain, blocks, _ in work:
-                    self._write(layer_name, layer, chain, blocks[group], begin, end)
-                if work:
-                    self.worker.save_kv_layer(layer_name, self.kv[layer_name], None)
+                for rank in self.ranks if work else ():
+                    for _, begin, end, chain, blocks, _ in work:
+                        self._write(rank, layer_name, layer, chain, blocks[group], begin, end)
+                    rank.worker.save_kv_layer(layer_name, rank.kv[layer_name], None)
         return {
             name: [int(chain[end - 1]) % 509 + 3] if end == total else []
             for name, _, end, chain, _, total in work
         }
 
     def _write(
-        self, name: str, layer: int, chain: torch.Tensor, blocks: list[int], begin: int, end: int
+        self,
+        rank: _Rank,
+        name: str,
+        layer: int,
+        chain: torch.Tensor,
+        blocks: list[int],
+        begin: int,
+        end: int,
     ) -> None:
         positions = torch.arange(begin, end)
         slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size
         slots += positions % self.block_size
-        kv = self.kv[name].view(-1, HEADS, 2 * self.block_size, HEAD_SIZE)
-        keys, values = kv.chunk(2, dim=2)
-        key, value = (_kv(chain[begin:end], layer, plane).contiguous() for plane in range(2))
+        kv = rank.kv[name]
+        keys, values = kv.view(*kv.shape[:2], 2 * self.block_size, HEAD_SIZE).chunk(2, dim=2)
+        key, value = (
+            _kv(chain[begin:end], layer, plane)[:, rank.heads].contiguous() for plane in range(2)
+        )
         ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, "vec")
-
-    def read(self, name: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V ``[token, head, content]`` of a block, as the kernel "vec" packs them."""
-        flat = self.kv[name][block].reshape(HEADS, -1)
-        half = self.block_size * HEAD_SIZE
-        keys = flat[:, :half].view(HEADS, HEAD_SIZE, self.block_size)
-        values = flat[:, half:].view(HEADS, self.block_size, HEAD_SIZE)
-        return keys.permute(2, 0, 1), values.permute(1, 0, 2)
 
     def _check(
         self, request: str, chain: torch.Tensor, blocks: tuple[list[int], ...], end: int
@@ -327,15 +367,17 @@ class Engine:
                 begin = max(first, at * self.block_size)
                 stop = min(end, (at + 1) * self.block_size)
                 inside = slice(begin - at * self.block_size, stop - at * self.block_size)
-                for layer, name in enumerate(names):
-                    for plane, found in enumerate(self.read(name, blocks[group][at])):
-                        if not torch.equal(found[inside], _kv(chain[begin:stop], layer, plane)):
+                for (layer, name), rank in itertools.product(enumerate(names), self.ranks):
+                    for plane, found in enumerate(rank.read(name, blocks[group][at])):
+                        wanted = _kv(chain[begin:stop], layer, plane)[:, rank.heads]
+                        if not torch.equal(found[inside], wanted):
                             self.wrong.append(
                                 f"{request}: {'kv'[plane]} of {name}, tokens {begin} to {stop}"
                             )
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for rank in self.ranks:
+            rank.worker.shutdown()
         self.scheduler.shutdown()
 
 
