@@ -52,13 +52,16 @@ class Sides:
         )
 
 
-def test_every_corruption_is_caught() -> None:
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8_e4m3"])
+def test_every_corruption_is_caught(codec: str) -> None:
     with pair("loopback", **KNOBS) as (prefill, decode):
         connect(decode, prefill, corrupt_write=1.0)
         sides = Sides(prefill, decode)
         for number in range(1, 6):
             offer = prefill.offer(sides.source.cache, BLOCKS, TOKENS, id=f"offer-{number}")
-            fetch = decode.fetch(offer.ticket, sides.target.cache, BLOCKS, timeout=LONG)
+            fetch = decode.fetch(
+                offer.ticket, sides.target.cache, BLOCKS, codec=codec, timeout=LONG
+            )
             with pytest.raises(
                 kvxfer.TransferError,
                 match=rf"'offer-{number}' from 'prefill' over loopback.*digest.*fetch again",
