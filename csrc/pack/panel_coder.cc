@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/digest_kernels.h"
 #include "kvxfer/status.h"
 #include "pack/chunk_header.h"
 #include "pack/stream_digest.h"
@@ -42,7 +43,8 @@ PanelCoder::PanelCoder(const PanelPlan& plan, uint32_t begin, uint32_t end)
       extent_(checked_extent(plan, begin, end)),
       producer_bytes_(element_bytes(plan.format_.producer_element)),
       own_bytes_(element_bytes(plan.element_)),
-      cursor_(plan, begin) {}
+      cursor_(plan, begin),
+      ahead_(plan, begin) {}
 
 PanelPlan::Extent PanelCoder::checked_extent(const PanelPlan& plan, uint32_t begin, uint32_t end) {
   const PanelPlan::Extent extent = plan.extent_of(begin, end);
@@ -65,6 +67,16 @@ void PanelCoder::find_rows() {
   const size_t row_bytes = cursor_.content() * own_bytes_;
   scratch_.resize(std::max(scratch_.size(), cursor_.rows() * row_bytes));
   for (uint32_t i = 0; i < cursor_.rows(); ++i) row_[i] = scratch_.data() + i * row_bytes;
+}
+
+void PanelCoder::prefetch_next() {
+  ahead_.next();
+  const size_t row_bytes = ahead_.content() * own_bytes_;
+  if (ahead_.token_stride() == static_cast<int64_t>(row_bytes)) return;
+  ahead_.find_rows(memory_);
+  for (uint32_t i = 0; i < ahead_.rows(); ++i) {
+    for (size_t at = 0; at < row_bytes; at += kStripe) __builtin_prefetch(memory_[i] + at, 0, 2);
+  }
 }
 
 void PanelCoder::gather_scattered() {
@@ -95,6 +107,7 @@ CodedChunk PanelCoder::pack(std::byte* wire, uint64_t seed, bool with_digest) {
   uint64_t at = plan_.header_.size();
   uint32_t first_row = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
+    if (panel + 1 < end_) prefetch_next();
     find_rows();
     if (scattered()) gather_scattered();
     const RowMask marked = encode_panel(cursor_.encoding(), plan_.element_, row_.data(),
@@ -162,6 +175,7 @@ DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t 
   uint32_t first_row = 0;
   size_t taken = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
+    if (panel + 1 < end_) prefetch_next();
     find_rows();
     result.loss += decode_panel(cursor_.encoding(), cursor_.producer(), cursor_.own(), wire + at,
                                 cursor_.rows(), cursor_.content(), row_.data());

@@ -22,6 +22,10 @@ class PanelCoder {
  private:
   static PanelPlan::Extent checked_extent(const PanelPlan& plan, uint32_t begin, uint32_t end);
 
+  // Where rows lie apart, the hardware's prefetcher does not see the next one coming; where they
+  // lie behind each other it does better alone.
+  void prefetch_next();
+
   // The rows of the cursor's panel to be encoded or decoded: in place, or in scratch_ where their
   // elements lie apart in memory.
   void find_rows();
@@ -42,6 +46,7 @@ class PanelCoder {
   const size_t producer_bytes_;
   const size_t own_bytes_;
   PanelCursor cursor_;
+  PanelCursor ahead_;   // a panel further
   RowPointers memory_;  // rows in the cache
   RowPointers row_;     // rows to work on
   std::vector<std::byte> scratch_;

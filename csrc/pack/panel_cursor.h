@@ -27,6 +27,7 @@ class PanelCursor {
   uint64_t panel_bytes() const { return panel_bytes_; }
   const Stored& producer() const { return view_->producer; }
   const Stored& own() const { return view_->own; }
+  int64_t token_stride() const { return view_->memory.token_stride; }
   int64_t content_stride() const { return view_->memory.content_stride; }
 
   // Where the first element of each of the rows() rows lies in this side's cache.
