@@ -1,0 +1,177 @@
+"""The command line: what it says without a model, and without what a command needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvxfer import __version__, cli, quality
+
+COMMAND = [sys.executable, "-m", "kvxfer"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command():
+    done = run("--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name} " in done.stdout
+        assert command.summary in done.stdout
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from kvxfer import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'numpy', 'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    for arguments in (["--help"], ["quality", "--help"], ["demo", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_help(name):
+    done = run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+def test_version():
+    assert run("--version").stdout == f"kvxfer {__version__}\n"
+
+
+def test_no_command_prints_help_and_fails():
+    done = run()
+    assert done.returncode == 2
+    assert "commands:" in done.stderr
+    assert done.stdout == ""
+
+
+def test_unknown_command_names_those_there_are():
+    done = run("qualiti", "model")
+    assert done.returncode == 2
+    assert "no command 'qualiti'" in done.stderr
+    assert "quality" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_options_reach_the_command(monkeypatch):
+    seen = []
+    monkeypatch.setattr(quality, "main", lambda arguments: seen.append(arguments) or 7)
+    assert cli.main(["quality", "folder", "--json", "--codec", "int8"]) == 7
+    assert seen == [["folder", "--json", "--codec", "int8"]]
+
+
+def test_interrupt_is_told(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, "main", interrupted)
+    assert cli.main(["quality"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    code = "import sys; from kvxfer import cli; sys.exit(cli.main(['quality', '--help']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert b"Traceback" not in error
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("some words")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "MODEL"),
+        (["m"], "--prompts"),
+        (["m", "--prompts", "p", "--tokens", "0"], "--tokens"),
+        (["m", "--prompts", "p", "--continue", "x"], "--continue"),
+        (["m", "--prompts", "p", "--cache-dtype", "int4"], "int4"),
+    ],
+)
+def test_bad_options_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        quality.main(arguments)
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert "usage: kvxfer quality" in error
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"),
+    [
+        ("int7", "codec 'int7' is not known; there are"),
+        ("tiered(recent=many)", "recent=many is not an integer"),
+        ("auto", "measure those"),
+    ],
+)
+def test_codecs_are_refused_before_anything_is_loaded(codec, said, text, capsys):
+    assert quality.main(["nowhere", "--prompts", str(text), "--codec", codec]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_missing_model(tmp_path, text, capsys):
+    assert quality.main([str(tmp_path / "none"), "--prompts", str(text)]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert quality.main([str(tmp_path), "--prompts", str(text)]) == 2
+    assert "it has no config.json" in capsys.readouterr().err
+
+
+def test_missing_model_in_a_process(tmp_path, text):
+    done = run("quality", str(tmp_path / "none"), "--prompts", str(text))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no model in ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_missing_package_says_what_to_install(missing, tmp_path, text, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    find = quality.importlib.util.find_spec
+    monkeypatch.setattr(
+        quality.importlib.util,
+        "find_spec",
+        lambda name: None if name == missing else find("json"),
+    )
+    assert quality.main([str(tmp_path), "--prompts", str(text)]) == 2
+    error = capsys.readouterr().err
+    assert f"needs {missing}," in error
+    assert "-m pip install 'kvxfer[quality]'" in error
+
+
+def test_plot_needs_a_folder_and_matplotlib(tmp_path, text, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = [str(tmp_path), "--prompts", str(text), "--plot"]
+    assert quality.main([*arguments, str(tmp_path / "none" / "out.png")]) == 2
+    assert "can't draw" in capsys.readouterr().err
+    find = quality.importlib.util.find_spec
+    monkeypatch.setattr(
+        quality.importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find("json"),
+    )
+    assert quality.main([*arguments, str(tmp_path / "out.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
