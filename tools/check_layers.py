@@ -33,6 +33,7 @@ PUBLIC_HEADERS = {
     "panel_plan.h": "pack",
     "pack.h": "pack",
     "transport.h": "transport",
+    "verbs.h": "transport",
     "agent.h": "engine",
 }
 # What pure Python in kvxfer/serving/ may use of the rest of the package.
