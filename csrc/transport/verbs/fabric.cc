@@ -1,0 +1,171 @@
+#include "transport/verbs/fabric.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kvxfer/status.h"
+
+namespace kvxfer {
+
+VerbsFabric::State::State(std::shared_ptr<EventLoop> control_loop, const VerbsOptions& given)
+    : control(std::move(control_loop)), options(given) {
+  if (options.queue_pairs == 0 || options.queue_pairs > 32 || options.send_depth == 0 ||
+      options.receives == 0 || options.stripe_bytes == 0) {
+    throw Error(StatusCode::kInvalid,
+                "verbs: queue_pairs must be 1 to 32, send_depth, receives and stripe_bytes at "
+                "least 1");
+  }
+  if (options.timeout > 31 || options.retry_count > 7 || options.rnr_retry > 7 ||
+      options.min_rnr_timer > 31) {
+    throw Error(StatusCode::kInvalid,
+                "verbs: timeout and min_rnr_timer must be 0 to 31, retry_count and rnr_retry 0 to "
+                "7");
+  }
+  ibv::Rails opened = ibv::open_rails(options);
+  nics = std::move(opened.nics);
+  rails = std::move(opened.rails);
+}
+
+VerbsFabric::State::~State() {
+  for (const auto& nic : nics) control->remove(nic->context->async_fd);
+}
+
+void VerbsFabric::State::watch() {
+  for (size_t i = 0; i < nics.size(); ++i) {
+    control->add(nics[i]->context->async_fd, EPOLLIN, [weak = weak_from_this(), i](uint32_t) {
+      if (const auto self = weak.lock()) self->on_async_event(i);
+    });
+  }
+}
+
+void VerbsFabric::State::on_async_event(size_t nic_index) {
+  const ibv::Nic& nic = *nics[nic_index];
+  std::vector<std::shared_ptr<ibv::Listener>> listeners;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
+    for (const auto& weak : listeners_) {
+      if (auto listener = weak.lock()) listeners.push_back(std::move(listener));
+    }
+  }
+  ibv::AsyncEvent event{};
+  while (nic.library->get_async_event(nic.context.get(), &event) == 0) {
+    const ibv::EventType type = event.event_type;
+    const bool about_qp =
+        type == ibv::kQpFatal || type == ibv::kQpRequestError || type == ibv::kQpAccessError;
+    const uint32_t number = about_qp ? event.element.qp->qp_num : 0;
+    const auto port = static_cast<uint8_t>(type == ibv::kPortError ? event.element.port_num : 0);
+    nic.library->ack_async_event(&event);  // first: a queue pair can't be destroyed before
+    for (const auto& listener : listeners) {
+      if (about_qp) listener->on_queue_pair_error(nic_index, number);
+      if (port != 0) listener->on_port_down(nic_index, port);
+    }
+  }
+}
+
+std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::byte> memory,
+                                                                 VerbsAccess access, int dmabuf_fd,
+                                                                 uint64_t dmabuf_offset) {
+  if (memory.empty()) throw Error(StatusCode::kInvalid, "verbs: there is no memory to register");
+  auto registered = std::make_shared<VerbsMemory>(nics, memory, access, options.relaxed_ordering,
+                                                  dmabuf_fd, dmabuf_offset);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(memories_, [](const auto& entry) { return entry.second.expired(); });
+  memories_[memory.data()] = registered;
+  return registered;
+}
+
+std::shared_ptr<VerbsMemory> VerbsFabric::State::memory_of(std::span<const std::byte> source) {
+  {
+    const std::lock_guard lock(mutex_);
+    auto after = memories_.upper_bound(source.data());
+    if (after != memories_.begin()) {
+      auto known = std::prev(after)->second.lock();
+      if (known && known->holds(source)) return known;
+    }
+  }
+  const std::span<std::byte> bytes(const_cast<std::byte*>(source.data()), source.size());
+  return std::make_shared<VerbsMemory>(nics, bytes, VerbsAccess::kSource, options.relaxed_ordering,
+                                       -1, 0);
+}
+
+void VerbsFabric::State::add(const std::shared_ptr<ibv::Listener>& listener) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(listeners_, [](const auto& known) { return known.expired(); });
+  listeners_.push_back(listener);
+}
+
+VerbsFabric::VerbsFabric(IoThreads& threads, const VerbsOptions& options)
+    : state_(std::make_shared<State>(threads.control(), options)) {
+  state_->watch();
+}
+
+VerbsFabric::~VerbsFabric() = default;
+
+std::vector<VerbsRail> VerbsFabric::rails() const {
+  std::vector<VerbsRail> rails;
+  for (const ibv::Rail& rail : state_->rails) {
+    VerbsRail facts;
+    facts.device = rail.nic->name;
+    facts.port = rail.port;
+    facts.active = rail.active();
+    facts.link_layer = rail.attr.link_layer == ibv::kLinkInfiniBand ? "InfiniBand" : "Ethernet";
+    for (const ibv::PortGid& gid : rail.gids) {
+      facts.gids.push_back(std::to_string(gid.index) + ": " + ibv::gid_text(gid));
+    }
+    facts.lid = rail.attr.lid;
+    facts.mtu = ibv::mtu_bytes(rail.attr.active_mtu);
+    facts.mbit_per_second = ibv::mbit_per_second(rail.attr);
+    rails.push_back(std::move(facts));
+  }
+  return rails;
+}
+
+std::shared_ptr<VerbsMemory> VerbsFabric::register_memory(std::span<std::byte> memory,
+                                                          VerbsAccess access) {
+  return state_->register_memory(memory, access, -1, 0);
+}
+
+std::shared_ptr<VerbsMemory> VerbsFabric::register_dmabuf(int fd, uint64_t offset,
+                                                          std::span<std::byte> memory,
+                                                          VerbsAccess access) {
+  if (fd < 0) throw Error(StatusCode::kInvalid, "verbs: there is no dma-buf to register");
+  return state_->register_memory(memory, access, fd, offset);
+}
+
+VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena)
+    : state_(std::make_unique<State>()) {
+  state_->fabric = fabric.state_;
+  state_->arena = std::move(arena);
+  ibv::EndpointAddress& address = state_->address;
+  if (state_->arena) {
+    address.arena_base = reinterpret_cast<uint64_t>(state_->arena->memory().data());
+    address.arena_bytes = state_->arena->memory().size();
+    address.piece_bytes = state_->arena->piece_bytes();
+  }
+  for (const ibv::Rail& rail : fabric.state_->rails) {
+    ibv::RailAddress& said = address.rails.emplace_back();
+    said.name = rail.name();
+    said.ethernet = rail.attr.link_layer != ibv::kLinkInfiniBand;
+    said.lid = rail.attr.lid;
+    said.mtu = static_cast<uint8_t>(rail.attr.active_mtu);
+    said.gids = rail.gids;
+    if (state_->arena) said.rkeys = state_->arena->rkeys(rail.nic_index);
+    auto& qps = state_->qps.emplace_back();
+    for (uint32_t i = 0; i < fabric.state_->options.queue_pairs; ++i) {
+      qps.push_back(std::make_unique<ibv::QueuePair>(rail, fabric.state_->options));
+      said.qps.push_back(qps.back()->address());
+    }
+  }
+  state_->encoded = address.encode();
+}
+
+VerbsEndpoint::~VerbsEndpoint() = default;
+VerbsEndpoint::VerbsEndpoint(VerbsEndpoint&&) noexcept = default;
+VerbsEndpoint& VerbsEndpoint::operator=(VerbsEndpoint&&) noexcept = default;
+
+const std::vector<std::byte>& VerbsEndpoint::address() const { return state_->encoded; }
+
+}  // namespace kvxfer

@@ -1,0 +1,52 @@
+#ifndef KVXFER_TRANSPORT_VERBS_MEMORY_H_
+#define KVXFER_TRANSPORT_VERBS_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvxfer/verbs.h"
+#include "transport/verbs/rail.h"
+
+namespace kvxfer {
+
+// Memory registered with every adapter of a fabric, in pieces of equal size: adapters limit what
+// one registration may cover. Immutable.
+class VerbsMemory {
+ public:
+  // Throws Error(kNoResources). `dmabuf_fd` negative: memory of the host.
+  VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
+              VerbsAccess access, bool relaxed_ordering, int dmabuf_fd, uint64_t dmabuf_offset);
+
+  VerbsMemory(const VerbsMemory&) = delete;
+  VerbsMemory& operator=(const VerbsMemory&) = delete;
+
+  std::span<std::byte> memory() const { return memory_; }
+  uint64_t piece_bytes() const { return piece_bytes_; }
+  bool holds(std::span<const std::byte> part) const {
+    return part.data() >= memory_.data() &&
+           part.data() + part.size() <= memory_.data() + memory_.size();
+  }
+
+  uint32_t lkey(size_t nic, const std::byte* address) const {
+    const auto piece = static_cast<uint64_t>(address - memory_.data()) / piece_bytes_;
+    return mrs_[nic][piece]->lkey;
+  }
+  // Bytes from `address` to the end of its piece.
+  uint64_t piece_left(const std::byte* address) const {
+    return piece_bytes_ - static_cast<uint64_t>(address - memory_.data()) % piece_bytes_;
+  }
+  std::vector<uint32_t> rkeys(size_t nic) const;
+
+ private:
+  const std::vector<std::shared_ptr<ibv::Nic>> nics_;
+  const std::span<std::byte> memory_;
+  uint64_t piece_bytes_ = 0;
+  std::vector<std::vector<ibv::Handle<ibv::Mr>>> mrs_;  // [nic][piece]
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_TRANSPORT_VERBS_MEMORY_H_

@@ -1,0 +1,433 @@
+#include "transport/verbs/verbs_link.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "kvxfer/status.h"
+#include "transport/common/socket.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kCompletionsAtOnce = 32;
+// Other links of the same loop get their turn after so many polls.
+constexpr int kPollsPerTurn = 16;
+constexpr uint64_t kStripeUnit = 4096;
+constexpr size_t kMaxStripes = 64;
+constexpr auto kRetryInterval = std::chrono::milliseconds(1);
+constexpr uint32_t kMaxRetries = 5000;
+
+}  // namespace
+
+VerbsLink::VerbsLink(IoThreads& threads, UniqueFd socket, VerbsEndpoint::State endpoint,
+                     ibv::EndpointAddress remote, const std::vector<ibv::PathChoice>& choices)
+    : LinkBase(threads.control(), 1 + choices.size()),
+      fabric_(std::move(endpoint.fabric)),
+      arena_(std::move(endpoint.arena)),
+      remote_(std::move(remote)),
+      reader_(arena_ != nullptr),
+      control_description_(local_address(socket.get()) + " - " + peer_address(socket.get())),
+      socket_(threads.control(), std::move(socket)) {
+  for (const ibv::PathChoice& choice : choices) {
+    auto path = std::make_unique<Path>();
+    path->index = paths_.size();
+    path->loop = threads.bulk(path->index);
+    path->rail = reader_ ? choice.reader_rail : choice.writer_rail;
+    path->remote_rail = reader_ ? choice.writer_rail : choice.reader_rail;
+    const size_t qp = reader_ ? choice.reader_qp : choice.writer_qp;
+    const size_t remote_qp = reader_ ? choice.writer_qp : choice.reader_qp;
+    const ibv::RailAddress& theirs = remote_.rails[path->remote_rail];
+    const size_t gid = reader_ ? choice.gids.first : choice.gids.second;
+    const size_t remote_gid = reader_ ? choice.gids.second : choice.gids.first;
+    path->gid = fabric_->rails[path->rail].gids[gid];
+    path->remote_gid = theirs.gids[remote_gid];
+    adopt(*path, std::move(endpoint.qps[path->rail][qp]));
+    connect(*path, theirs.qps[remote_qp]);
+    path->state = Path::kOpen;
+    paths_.push_back(std::move(path));
+  }
+}
+
+VerbsLink::~VerbsLink() {
+  for (const auto& path : paths_) {
+    if (path->qp) path->loop->remove(path->qp->event_fd());
+  }
+}
+
+void VerbsLink::adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp) {
+  path.qp = std::move(qp);
+  path.receives_posted = path.qp->receives();
+  path.landed = 0;
+  path.watched = path.drain_begun = path.marker_seen = path.asked_to_close = false;
+  path.retries = 0;
+  path.problem.clear();
+  if (!reader_) {
+    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, remote_, path.remote_rail);
+  }
+}
+
+void VerbsLink::connect(Path& path, const ibv::QpAddress& remote_qp) {
+  path.qp->connect(remote_.rails[path.remote_rail], remote_qp, path.gid, path.remote_gid);
+}
+
+void VerbsLink::watch(Path& path, bool keep_alive) {
+  path.watched = true;
+  std::weak_ptr<VerbsLink> weak = this->weak<VerbsLink>();
+  auto held = keep_alive ? weak.lock() : nullptr;
+  path.loop->add(path.qp->event_fd(), EPOLLIN, [weak, held, &path](uint32_t) {
+    if (const auto self = weak.lock()) self->on_ready(path);
+  });
+}
+
+void VerbsLink::begin() {
+  fabric_->add(weak<VerbsLink>().lock());
+  socket_.socket().watch([weak = weak<VerbsLink>()](uint32_t events) {
+    if (const auto self = weak.lock()) self->on_control(events);
+  });
+  const Lock lock(mutex_);
+  for (const auto& path : paths_) {
+    if (path->qp && !path->watched) watch(*path, false);
+  }
+}
+
+void VerbsLink::shut() {
+  socket_.socket().shutdown(SHUT_RDWR);
+  control().post([self = shared_from_this(), this] {
+    socket_.socket().unwatch();
+    leave();
+  });
+  for (const auto& path : paths_) {
+    path->loop->post([self = shared_from_this(), this, &path = *path] { end_path(path); });
+  }
+}
+
+void VerbsLink::send(std::span<const std::byte> message) {
+  if (closing()) return;
+  if (const auto failure = socket_.send(message)) fail(*failure);
+}
+
+void VerbsLink::write(std::span<const std::byte> source, uint64_t offset,
+                      std::span<const std::byte> notice, uint64_t token) {
+  std::string problem;
+  if (source.size() > kMaxWrite || notice.size() > kMaxNotice) {
+    problem = "a write of " + std::to_string(source.size()) + " bytes with a notice of " +
+              std::to_string(notice.size()) + " is over the limits";
+  } else if (reader_) {
+    problem = "a write on the side that has the arena";
+  } else if (offset > remote_.arena_bytes || source.size() > remote_.arena_bytes - offset) {
+    problem = "a write of " + std::to_string(source.size()) + " bytes at " +
+              std::to_string(offset) + " reaches over the end of the peer's arena of " +
+              std::to_string(remote_.arena_bytes);
+  }
+  auto write = std::make_shared<ibv::Write>();
+  write->token = token;
+  write->notice.assign(notice.begin(), notice.end());
+  if (problem.empty() && !source.empty() && !closing()) {
+    try {
+      write->memory = fabric_->memory_of(source);
+    } catch (const Error& error) {
+      problem = error.what();
+    }
+  }
+  if (!problem.empty()) fail(problem);
+  if (!enter()) {
+    write->memory.reset();
+    sink().on_written(*this, token, false);
+    return;
+  }
+  std::vector<std::pair<Path*, std::string>> problems;
+  bool taken;
+  {
+    const Lock lock(mutex_);
+    write->id = next_write_++;
+    const auto used = cut(write, source, offset);
+    taken = !used.empty();
+    for (Path* path : used) {
+      if (std::string lost = pump(*path); !lost.empty()) problems.emplace_back(path, lost);
+    }
+  }
+  for (const auto& [path, lost] : problems) lose_path(*path, lost);
+  if (!taken) {
+    write->failed = true;
+    report({write});
+  }
+  leave();
+}
+
+// The open path with the least to do on a rail that is not taken yet.
+VerbsLink::Path* VerbsLink::choose_path(const std::vector<size_t>& rails_taken) {
+  Path* best = nullptr;
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    Path& path = *paths_[(next_path_ + i) % paths_.size()];
+    if (path.state != Path::kOpen || path.left) continue;
+    if (std::find(rails_taken.begin(), rails_taken.end(), path.rail) != rails_taken.end()) continue;
+    if (!best || path.sends->queued_bytes() < best->sends->queued_bytes()) best = &path;
+  }
+  return best;
+}
+
+std::vector<VerbsLink::Path*> VerbsLink::cut(const std::shared_ptr<ibv::Write>& write,
+                                             std::span<const std::byte> source, uint64_t offset) {
+  ++next_path_;
+  const size_t most =
+      std::clamp<size_t>(source.size() / fabric_->options.stripe_bytes, 1, kMaxStripes);
+  std::vector<Path*> used;
+  std::vector<size_t> rails_taken;
+  while (used.size() < most) {
+    Path* path = choose_path(rails_taken);
+    if (!path) break;
+    rails_taken.push_back(path->rail);
+    used.push_back(path);
+  }
+  if (used.empty()) return used;
+  const size_t share = (source.size() / used.size() + kStripeUnit - 1) / kStripeUnit * kStripeUnit;
+  write->stripes = write->stripes_left = static_cast<uint16_t>(used.size());
+  size_t from = 0;
+  for (size_t i = 0; i < used.size(); ++i) {
+    const size_t end = i + 1 == used.size() ? source.size() : std::min(from + share, source.size());
+    used[i]->sends->add({write, source.data() + from, offset + from, end - from, i == 0});
+    from = end;
+  }
+  return used;
+}
+
+// With mutex_ held. Returns what ends the path, or nothing.
+std::string VerbsLink::pump(Path& path) {
+  if (path.state != Path::kOpen || !path.sends) return {};
+  bool again = false;
+  if (const int error = path.sends->pump(again)) {
+    return "posting a work request failed: " + error_text(error);
+  }
+  if (!again) {
+    path.retries = 0;
+  } else if (++path.retries > kMaxRetries) {
+    return "the adapter has had no room for a work request for seconds";
+  } else if (!std::exchange(path.retry_planned, true)) {
+    path.loop->post_at(Clock::now() + kRetryInterval, [weak = weak<VerbsLink>(), &path] {
+      if (const auto self = weak.lock()) self->pump_later(path);
+    });
+  }
+  return {};
+}
+
+void VerbsLink::pump_later(Path& path) {
+  std::string problem;
+  {
+    const Lock lock(mutex_);
+    path.retry_planned = false;
+    problem = pump(path);
+  }
+  if (!problem.empty()) lose_path(path, problem);
+}
+
+void VerbsLink::on_control(uint32_t events) {
+  if (closing()) {
+    socket_.socket().unwatch();
+    return;
+  }
+  FrameSocket::Failure failure;
+  if (events & EPOLLOUT) failure = socket_.socket().flush();
+  if (!failure) failure = receive_control();
+  if (failure) fail(*failure);
+}
+
+ibv::ControlSocket::Failure VerbsLink::receive_control() {
+  try {
+    return socket_.receive(
+        [this](std::span<const std::byte> message) {
+          sink().on_message(*this, message);
+          return !closing();
+        },
+        [this](const ibv::PathMessage& message) {
+          on_path_message(message);
+          return !closing();
+        });
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+// What the path's loop may use: while the path is in these states nobody else takes it away.
+ibv::QueuePair* VerbsLink::watched_queue_pair(const Path& path) const {
+  const Lock lock(mutex_);
+  return path.state == Path::kOpen || path.state == Path::kDraining ? path.qp.get() : nullptr;
+}
+
+void VerbsLink::on_ready(Path& path) {
+  ibv::QueuePair* qp = watched_queue_pair(path);
+  if (!qp) return;
+  qp->take_events();
+  poll(path);
+}
+
+// On the path's loop.
+void VerbsLink::poll(Path& path) {
+  bool armed = false;
+  for (int turn = 0; turn < kPollsPerTurn; ++turn) {
+    ibv::QueuePair* qp = watched_queue_pair(path);
+    if (!qp) return;
+    if (poll_some(path)) {
+      armed = false;
+    } else if (armed) {
+      return;
+    } else if (watched_queue_pair(path)) {
+      if (const int error = qp->arm()) {
+        lose_path(path, "no completion events any more: " + error_text(error));
+        return;
+      }
+      armed = true;
+    }
+  }
+  path.loop->post([weak = weak<VerbsLink>(), &path] {
+    if (const auto self = weak.lock()) self->poll(path);
+  });
+}
+
+// False: nothing had completed, or the path is at its end.
+bool VerbsLink::poll_some(Path& path) {
+  std::array<ibv::Wc, kCompletionsAtOnce> completions;
+  const int count = path.qp->poll(completions);
+  if (count < 0) {
+    lose_path(path, "its completion queue is broken");
+    return false;
+  }
+  Writes done;
+  std::vector<std::vector<std::byte>> landed;
+  std::string problem;
+  bool at_end;
+  uint32_t epoch;
+  {
+    const Lock lock(mutex_);
+    for (int i = 0; i < count; ++i) {
+      const ibv::Wc& completion = completions[static_cast<size_t>(i)];
+      std::string found;
+      if (completion.wr_id == kMarker) {
+        path.marker_seen = true;
+      } else if (completion.wr_id & ibv::SendQueue::kIdBit) {
+        found = handle_send(path, completion, done);
+      } else {
+        found = handle_receive(path, completion, landed);
+      }
+      if (problem.empty()) problem = std::move(found);
+    }
+    if (problem.empty()) problem = pump(path);
+    at_end = drained(path);
+    epoch = path.epoch;
+  }
+  report(done);
+  for (const auto& notice : landed) {
+    if (closing()) break;
+    sink().on_landed(*this, notice, true);
+  }
+  if (!problem.empty()) lose_path(path, problem);
+  if (at_end) finish_drain(path, epoch);
+  return count > 0;
+}
+
+// With mutex_ held. Returns what ends the path, or nothing.
+std::string VerbsLink::handle_send(Path& path, const ibv::Wc& completion, Writes& done) {
+  if (completion.status == ibv::kSuccess) {
+    path.attempts = 0;
+    path.sends->complete(completion.wr_id, done);
+    return {};
+  }
+  return std::string("a write failed: ") +
+         fabric_->rails[path.rail].nic->library->wc_status_str(completion.status) +
+         " (vendor error " + std::to_string(completion.vendor_err) + ")";
+}
+
+std::string VerbsLink::handle_receive(Path& path, const ibv::Wc& completion,
+                                      std::vector<std::vector<std::byte>>& landed) {
+  --path.receives_posted;
+  if (completion.status != ibv::kSuccess) {
+    return std::string("receiving failed: ") +
+           fabric_->rails[path.rail].nic->library->wc_status_str(completion.status);
+  }
+  const uint64_t index = completion.wr_id;
+  if (!reader_ || index >= path.qp->receives() || completion.byte_len > ibv::kNoticeBytes) {
+    fail("the peer sent something that is no notice");
+    return {};
+  }
+  try {
+    auto arrived = inbox_.take({path.qp->receive_buffer(index), completion.byte_len});
+    path.landed += arrived.stripe;
+    if (arrived.write) landed.push_back(std::move(arrived.notice));
+  } catch (const Error& error) {
+    fail(error.what());
+    return {};
+  }
+  if (path.state != Path::kOpen) return {};
+  if (const int error = path.qp->post_receive(index)) {
+    return "posting a receive failed: " + error_text(error);
+  }
+  ++path.receives_posted;
+  return {};
+}
+
+void VerbsLink::report(const Writes& done) {
+  for (const auto& write : done) {
+    write->memory.reset();  // the source may be unmapped from on_written() on
+    sink().on_written(*this, write->token, !write->failed);
+  }
+}
+
+std::string VerbsLink::describe() const {
+  const Lock lock(mutex_);
+  std::string text = "verbs, control " + control_description_;
+  std::vector<std::pair<std::string, int>> kinds;
+  for (const auto& path : paths_) {
+    std::string kind = fabric_->rails[path->rail].name() + " - " +
+                       remote_.rails[path->remote_rail].name + " (" + ibv::gid_text(path->gid) +
+                       " - " + ibv::gid_text(path->remote_gid) + ")";
+    if (path->state != Path::kOpen) kind += " lost: " + path->problem;
+    const auto known = std::find_if(kinds.begin(), kinds.end(),
+                                    [&](const auto& other) { return other.first == kind; });
+    if (known == kinds.end()) {
+      kinds.emplace_back(std::move(kind), 1);
+    } else {
+      ++known->second;
+    }
+  }
+  for (const auto& [kind, count] : kinds) {
+    text += "; " + kind + ", " + std::to_string(count) + " queue pair" + (count == 1 ? "" : "s");
+  }
+  if (failovers_ > 0) text += "; " + std::to_string(failovers_) + " failover(s)";
+  return text;
+}
+
+std::shared_ptr<Link> make_verbs_link(IoThreads& threads, int control_fd, VerbsEndpoint endpoint,
+                                      std::span<const std::byte> remote) {
+  UniqueFd control(control_fd);
+  prepare_stream_socket(control.get());
+  if (is_tcp_socket(control.get())) prepare_tcp_socket(control.get());
+  auto theirs = ibv::EndpointAddress::decode(remote);
+  VerbsEndpoint::State& ours = *endpoint.state_;
+  const bool reader = ours.arena != nullptr;
+  if (reader == (theirs.arena_bytes != 0)) {
+    throw Error(StatusCode::kProtocol, reader ? "both sides of a verbs link have an arena"
+                                              : "neither side of a verbs link has an arena");
+  }
+  const auto choices =
+      reader ? ibv::choose_paths(ours.address, theirs) : ibv::choose_paths(theirs, ours.address);
+  if (choices.empty()) {
+    const auto list = [](const ibv::EndpointAddress& side) {
+      std::string all;
+      for (const ibv::RailAddress& rail : side.rails) {
+        all += (all.empty() ? "" : ", ") + rail.name + (rail.ethernet ? "" : " (InfiniBand)");
+        for (const ibv::PortGid& gid : rail.gids) all += " " + ibv::gid_text(gid);
+      }
+      return all;
+    };
+    throw Error(StatusCode::kUnreachable,
+                "no RDMA port of ours (" + list(ours.address) + ") reaches one of the peer's (" +
+                    list(theirs) + "): they need the same link layer and addresses of one kind");
+  }
+  return std::make_shared<VerbsLink>(threads, std::move(control), std::move(ours),
+                                     std::move(theirs), choices);
+}
+
+}  // namespace kvxfer
