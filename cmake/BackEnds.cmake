@@ -1,11 +1,11 @@
-# kvxfer_back_end(<name> [UNAVAILABLE <reason>])
+# kvxfer_back_end(<name> [UNAVAILABLE <reason> | REASON <text>])
 #
 # Resolves the option KVXFER_WITH_<NAME> = auto | on | off and sets, in the caller's scope,
 # KVXFER_<NAME>_STATE to "on" or "off" and KVXFER_<NAME>_REASON to why. A back end that was asked for
 # with `on` and can't be had ends the configuration: a build must never lack silently what it was told
 # to have.
 function(kvxfer_back_end name)
-  cmake_parse_arguments(ARG "" "UNAVAILABLE" "" ${ARGN})
+  cmake_parse_arguments(ARG "" "UNAVAILABLE;REASON" "" ${ARGN})
   string(TOLOWER "${name}" lower)
   set(option "KVXFER_WITH_${name}")
   set(${option} "auto" CACHE STRING "Build with ${lower}: auto, on or off")
@@ -27,6 +27,9 @@ function(kvxfer_back_end name)
   else()
     set(state "on")
     set(reason "found")
+    if(ARG_REASON)
+      set(reason "${ARG_REASON}")
+    endif()
   endif()
 
   message(STATUS "${lower}: ${state} (${reason})")
