@@ -1,0 +1,96 @@
+#ifndef KVXFER_TESTS_FAKE_VERBS_H_
+#define KVXFER_TESTS_FAKE_VERBS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+// A stand-in for libibverbs that moves bytes between queue pairs of one process, so that the verbs
+// transport can be tested anywhere, and fail as no adapter does on request. It is a library of its
+// own, loaded by path like the real one; tests also link with it to reach what is declared here.
+//
+// It checks what an adapter checks: states, keys, bounds, protection domains, GIDs, depths of
+// queues.
+namespace fake_verbs {
+
+struct Gid {
+  uint32_t type = 2;  // RoCE v2
+  std::string text;   // "::ffff:10.0.0.1"
+};
+
+struct Port {
+  std::vector<Gid> gids;
+  bool active = true;
+  bool infiniband = false;
+  uint16_t lid = 0;
+  uint8_t width = 2;    // 4 lanes
+  uint8_t speed = 128;  // of 100 Gbit/s
+  uint32_t mtu = 5;     // 4096
+  uint32_t max_message = 1u << 30;
+};
+
+struct Device {
+  std::string name;
+  std::vector<Port> ports;
+  uint64_t max_mr_size = ~uint64_t{0};
+  int max_qp_wr = 1024;
+  int max_cqe = 65536;
+  int max_srq = 0;
+  uint32_t max_inline = 256;
+};
+
+// Forgets all faults and replaces the devices. Nothing may be open.
+void reset(std::vector<Device> devices);
+
+// The path of the library itself.
+std::string library_path();
+
+// The next `times` calls of a function ("reg_mr", "create_qp", "post_send", ...) after `skip` good
+// ones fail with `error`.
+void fail_calls(const std::string& function, int error, int skip = 0, int times = 1);
+
+// Takes a port down or brings it up, with the event that adapters report. Sends over a port that is
+// down fail after retry_ms, as do those to a queue pair that does not answer.
+void set_port(const std::string& device, uint32_t port, bool active);
+void set_retry_ms(uint32_t milliseconds);
+
+// Every queue pair of the device that is connected fails, with an event or without.
+void break_queue_pairs(const std::string& device, bool with_event);
+
+// While held, work requests are carried out but their completions do not come.
+void hold_send_completions(bool hold);
+// While held, what is posted is not carried out.
+void hold_sends(bool hold);
+// What is delivered from now on is not acknowledged: the bytes and the notice arrive, and the
+// sender fails after retry_ms.
+void lose_acknowledgements(const std::string& device, bool lose);
+
+struct Objects {
+  int contexts = 0, pds = 0, mrs = 0, channels = 0, cqs = 0, qps = 0;
+  int total() const { return contexts + pds + mrs + channels + cqs + qps; }
+};
+Objects objects();
+
+struct Counts {
+  uint64_t lists = 0, sends = 0, writes = 0, signalled = 0, inlined = 0, registrations = 0;
+  uint64_t overruns = 0;    // of completion queues
+  uint64_t violations = 0;  // keys, bounds, states: what a correct user never meets
+};
+Counts counts();
+void clear_counts();
+std::string last_violation();
+
+// Bytes that went out through each port so far.
+uint64_t bytes_sent(const std::string& device, uint32_t port);
+
+// Access flags of the last registration, and what the last dma-buf one was given.
+struct Registration {
+  int fd = -1;
+  uint64_t offset = 0, length = 0, iova = 0;
+  unsigned access = 0;
+};
+Registration last_registration();
+
+}  // namespace fake_verbs
+
+#endif  // KVXFER_TESTS_FAKE_VERBS_H_

@@ -1,0 +1,243 @@
+#ifndef KVXFER_TESTS_VERBS_PAIR_H_
+#define KVXFER_TESTS_VERBS_PAIR_H_
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "fake_verbs.h"
+#include "kvxfer/verbs.h"
+#include "link_pair.h"
+
+namespace kvxfer::testing {
+
+inline Bytes random_bytes(size_t size, uint32_t seed) {
+  Bytes bytes(size);
+  uint32_t state = seed * 2654435761u + 1;
+  for (auto& byte : bytes) {
+    state = state * 1664525u + 1013904223u;
+    byte = static_cast<std::byte>(state >> 24);
+  }
+  return bytes;
+}
+
+inline std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts{""};
+  for (const char c : text) {
+    if (c == at) {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+// Real devices, when KVXFER_TEST_VERBS names them: "rxe0,rxe2/rxe1,rxe3", the consumer's and the
+// producer's. Else null, and tests run over the fake ones.
+inline const char* real_devices() { return std::getenv("KVXFER_TEST_VERBS"); }
+
+// Two hosts, "c" and "p", with two adapters each; the second ones are in a subnet of their own.
+inline std::vector<fake_verbs::Device> two_hosts() {
+  std::vector<fake_verbs::Device> devices;
+  const std::string names[] = {"c0", "c1", "p0", "p1"};
+  for (int i = 0; i < 4; ++i) {
+    const std::string subnet = std::to_string(i % 2), host = std::to_string(i / 2 + 1);
+    fake_verbs::Port port;
+    port.gids.push_back({1, "fe80::" + std::to_string(i + 1)});
+    port.gids.push_back({2, "fe80::" + std::to_string(i + 1)});
+    port.gids.push_back({1, "::ffff:10.0." + subnet + "." + host});
+    port.gids.push_back({2, "::ffff:10.0." + subnet + "." + host});
+    fake_verbs::Device device;
+    device.name = names[i];
+    device.ports.push_back(port);
+    devices.push_back(device);
+  }
+  return devices;
+}
+
+inline VerbsOptions options_for(bool consumer) {
+  VerbsOptions options;
+  if (const char* real = real_devices()) {
+    options.devices = split(split(real, '/').at(consumer ? 0 : 1), ',');
+  } else {
+    options.library = fake_verbs::library_path();
+    options.devices =
+        consumer ? std::vector<std::string>{"c0", "c1"} : std::vector<std::string>{"p0", "p1"};
+  }
+  return options;
+}
+
+// Forgets faults; the devices are the two hosts' unless others are given.
+inline void reset_world(std::vector<fake_verbs::Device> devices = two_hosts()) {
+  if (!real_devices()) fake_verbs::reset(std::move(devices));
+}
+
+// Both ends of a verbs link. What the fake adapters saw is checked at the end.
+struct VerbsPair {
+  explicit VerbsPair(const VerbsOptions& consumer_options = options_for(true),
+                     const VerbsOptions& producer_options = options_for(false),
+                     size_t arena_bytes = 8u << 20)
+      : arena(arena_bytes) {
+    consumer_fabric = std::make_unique<VerbsFabric>(consumer_threads, consumer_options);
+    producer_fabric = std::make_unique<VerbsFabric>(producer_threads, producer_options);
+    arena_memory =
+        consumer_fabric->register_memory({arena.data(), arena.size()}, VerbsAccess::kArena);
+    connect();
+  }
+
+  void connect() {
+    VerbsEndpoint consumer_end(*consumer_fabric, arena_memory);
+    VerbsEndpoint producer_end(*producer_fabric, nullptr);
+    const Bytes consumer_address = consumer_end.address();
+    const Bytes producer_address = producer_end.address();
+    const auto [p, c] = tcp_pair(false);
+    consumer = make_verbs_link(consumer_threads, c, std::move(consumer_end), producer_address);
+    producer = make_verbs_link(producer_threads, p, std::move(producer_end), consumer_address);
+  }
+
+  ~VerbsPair() {
+    close();
+    if (real_devices()) return;
+    CHECK(fake_verbs::counts().overruns == 0);
+    CHECK_MESSAGE(fake_verbs::counts().violations == 0, fake_verbs::last_violation());
+  }
+
+  void start() {
+    producer->start(producer_sink);
+    consumer->start(consumer_sink);
+    started = true;
+  }
+
+  void close() {
+    if (producer) producer->close("the test is over");
+    if (consumer) consumer->close("the test is over");
+    if (std::exchange(started, false)) {
+      CHECK(producer_sink.wait_closed());
+      CHECK(consumer_sink.wait_closed());
+    }
+    producer.reset();
+    consumer.reset();
+  }
+
+  // Waits until `count` writes have landed and as many were reported as written.
+  bool wait_written(size_t count) {
+    return producer_sink.wait([&] { return producer_sink.written.size() >= count; });
+  }
+  bool wait_landed(size_t count) {
+    return consumer_sink.wait([&] { return consumer_sink.landed.size() >= count; });
+  }
+
+  Arena arena;
+  Recorder producer_sink, consumer_sink;
+  IoThreads producer_threads{2}, consumer_threads{2};
+  std::unique_ptr<VerbsFabric> producer_fabric, consumer_fabric;
+  std::shared_ptr<VerbsMemory> arena_memory;
+  std::shared_ptr<Link> producer, consumer;
+  bool started = false;
+};
+
+// Writes into the slots of a pair's arena from several threads, each slot again only after what was
+// in it has been compared, as an engine does it.
+class Traffic {
+ public:
+  Traffic(VerbsPair& pair, uint32_t writes, size_t slot_bytes, uint32_t seed = 11)
+      : pair_(pair),
+        writes_(writes),
+        slot_bytes_(slot_bytes),
+        pattern_(random_bytes(slot_bytes + writes, seed)) {
+    const auto slots = static_cast<uint32_t>(pair.arena.size() / slot_bytes);
+    for (uint32_t i = 0; i < slots; ++i) free_slots_.push_back(i);
+    seen_.resize(writes);
+    pair.consumer_sink.landed_hook = [this](std::span<const std::byte> bytes, bool accepted) {
+      landed(bytes, accepted);
+    };
+  }
+
+  // Call before start(); sources are then registered once, as staging memory is.
+  void register_sources() {
+    memory_ = pair_.producer_fabric->register_memory(pattern_, VerbsAccess::kSource);
+  }
+
+  // Every write, from this thread. `between` is called before each. False: slots ran out.
+  bool run(const std::function<void(uint32_t)>& between = {}) {
+    for (uint32_t id = next_++; id < writes_; id = next_++) {
+      if (between) between(id);
+      const size_t size = id % 7 == 0 ? id % 100 : slot_bytes_ - id % 4000;
+      Notice notice{id, 0, static_cast<uint32_t>(size)};
+      {
+        std::unique_lock lock(mutex_);
+        if (!freed_.wait_for(lock, std::chrono::seconds(30), [&] { return !free_slots_.empty(); }))
+          return false;
+        notice.slot = free_slots_.back();
+        free_slots_.pop_back();
+      }
+      Bytes bytes(sizeof(notice) + id % 40);
+      std::memcpy(bytes.data(), &notice, sizeof(notice));
+      pair_.producer->write({pattern_.data() + id, size}, notice.slot * slot_bytes_, bytes, id);
+    }
+    return true;
+  }
+
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    return freed_.wait_for(lock, std::chrono::seconds(60), [&] { return right_ == writes_; }) &&
+           pair_.wait_written(writes_);
+  }
+
+  uint32_t wrong() {
+    const std::lock_guard lock(mutex_);
+    return wrong_;
+  }
+  uint32_t right() {
+    const std::lock_guard lock(mutex_);
+    return right_;
+  }
+  uint32_t repeated() {
+    const std::lock_guard lock(mutex_);
+    return repeated_;
+  }
+
+ private:
+  struct Notice {
+    uint32_t id, slot, size;
+  };
+
+  void landed(std::span<const std::byte> bytes, bool accepted) {
+    Notice notice{};
+    bool same = accepted && bytes.size() >= sizeof(notice);
+    if (same) {
+      std::memcpy(&notice, bytes.data(), sizeof(notice));
+      same = notice.id < writes_ &&
+             std::memcmp(pattern_.data() + notice.id,
+                         pair_.arena.data() + notice.slot * slot_bytes_, notice.size) == 0;
+    }
+    if (same) std::memset(pair_.arena.data() + notice.slot * slot_bytes_, 0x5a, slot_bytes_);
+    const std::lock_guard lock(mutex_);
+    ++(same ? right_ : wrong_);
+    if (same && seen_[notice.id]++) ++repeated_;
+    free_slots_.push_back(notice.slot);
+    freed_.notify_all();
+  }
+
+  VerbsPair& pair_;
+  const uint32_t writes_;
+  const size_t slot_bytes_;
+  Bytes pattern_;  // each write has its own part
+  std::shared_ptr<VerbsMemory> memory_;
+  std::atomic<uint32_t> next_{0};
+
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  std::vector<uint32_t> free_slots_;  // guarded by mutex_
+  std::vector<int> seen_;             // guarded by mutex_
+  uint32_t wrong_ = 0, right_ = 0, repeated_ = 0;
+};
+
+}  // namespace kvxfer::testing
+
+#endif  // KVXFER_TESTS_VERBS_PAIR_H_
