@@ -18,6 +18,9 @@ def fetch(text: str, tensors: dict[str, tuple[object, object]], blocks: list[int
         handle.wait()
         report: kvxfer.Report = handle.report
         assert report.path == "staged"
+        codec: kvxfer.Codec = kvxfer.tiered(recent=1000, sinks=4, codec="int8")
+        agent.fetch(ticket, cache, blocks, codec=codec).wait()
+        agent.fetch(ticket, cache, blocks, codec="auto").wait()
         return report.bytes / report.seconds + report.gbps
 
 
@@ -40,6 +43,11 @@ def outcome(agent: kvxfer.Agent, ticket: kvxfer.Ticket, cache: kvxfer.Cache) -> 
     if failure is not None:
         raise failure
     return "running" if status is None else status.name
+
+
+def known() -> dict[str, str]:
+    found: dict[str, kvxfer.CodecInfo] = kvxfer.codecs()
+    return {name: codec.about for name, codec in found.items()}
 
 
 def available() -> list[str]:
