@@ -79,7 +79,10 @@ class Model:
 
     def prefill(self, tokens: Sequence[int]) -> Prefilled:
         """Run a prompt; leave its K and V in the cache as the cache's type holds them."""
-        output = self._model(torch.tensor([list(tokens)]), use_cache=True, **self._prompt_options)
+        with torch.no_grad():
+            output = self._model(
+                torch.tensor([list(tokens)]), use_cache=True, **self._prompt_options
+            )
         cache = output["cache"] if "cache" in output else output["past_key_values"]
         layers = []
         for index, layer in enumerate(cache.layers):
