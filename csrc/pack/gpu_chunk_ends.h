@@ -2,8 +2,8 @@
 #define KVXFER_PACK_GPU_CHUNK_ENDS_H_
 
 // What a coded chunk has besides its panels: the header, and the rows that go raw. A workgroup a
-// chunk: one pass behind the panels when packing, one before and one behind when unpacking. Rows that
-// go raw are rare, and moved an element at a time.
+// chunk: one pass behind the panels when packing, one before and one behind when unpacking. Rows
+// that go raw are rare, and moved an element at a time.
 
 #include "pack/gpu_panel_rows.h"
 

@@ -64,17 +64,17 @@ KVXFER_DEVICE uint64_t add_from(uint64_t value, uint32_t mask) {
   return value + (low | high << 32);
 }
 
-// Adds what the threads of the workgroup have to the digest's words. Thread i holds kPerThread lanes,
-// from (i % (8 / kPerThread)) * kPerThread + shift on, modulo 8. All threads take part.
+// Adds what the threads of the workgroup have to the digest's words. Thread i holds kPerThread
+// lanes, from (i % (8 / kPerThread)) * kPerThread + shift on, modulo 8. All threads take part.
 template <uint32_t kPerThread>
 KVXFER_DEVICE void add_lanes(Lane (&lanes)[kPerThread], uint64_t* digest, uint32_t shift = 0) {
   constexpr uint32_t kSharing = 8 / kPerThread;
   constexpr uint32_t kWaves = kThreads / kWave;
   KVXFER_SHARED uint64_t partial[kWaves][kDigestWords];
   const uint32_t thread = thread_id();
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t mask = kSharing; mask < kWave; mask *= 2) {
-KVXFER_UNROLL
+    KVXFER_UNROLL
     for (uint32_t i = 0; i < kPerThread; ++i) {
       lanes[i].sum = add_from(lanes[i].sum, mask);
       lanes[i].p = add_from(lanes[i].p, mask);
@@ -85,7 +85,7 @@ KVXFER_UNROLL
   const uint32_t in_wave = thread % kWave;
   barrier();  // the last use of `partial` is over
   if (in_wave < kSharing) {
-KVXFER_UNROLL
+    KVXFER_UNROLL
     for (uint32_t i = 0; i < kPerThread; ++i) {
       const uint32_t lane = (in_wave * kPerThread + i + shift) % 8;
       partial[wave][lane] = lanes[i].sum;

@@ -10,22 +10,22 @@
 #include "pack/gpu_raw_kernels.h"
 
 // Grid: (ranges of the longest chunk, chunks). kvxfer_pack_raw16 has 16-byte accesses.
-#define KVXFER_RAW_KERNELS(width)                                                                \
-  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_pack_raw##width(                           \
-      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {                  \
-    kvxfer::gpu::move_raw<width, true, true>(chunks, digests, units);                            \
-  }                                                                                              \
-  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_unpack_raw##width(                         \
-      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {                  \
-    kvxfer::gpu::move_raw<width, false, true>(chunks, digests, units);                           \
-  }                                                                                              \
-  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_pack_raw##width##_no_digest(               \
-      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {                  \
-    kvxfer::gpu::move_raw<width, true, false>(chunks, digests, units);                           \
-  }                                                                                              \
-  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_unpack_raw##width##_no_digest(             \
-      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {                  \
-    kvxfer::gpu::move_raw<width, false, false>(chunks, digests, units);                          \
+#define KVXFER_RAW_KERNELS(width)                                                    \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_pack_raw##width(               \
+      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
+    kvxfer::gpu::move_raw<width, true, true>(chunks, digests, units);                \
+  }                                                                                  \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_unpack_raw##width(             \
+      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
+    kvxfer::gpu::move_raw<width, false, true>(chunks, digests, units);               \
+  }                                                                                  \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_pack_raw##width##_no_digest(   \
+      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
+    kvxfer::gpu::move_raw<width, true, false>(chunks, digests, units);               \
+  }                                                                                  \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_unpack_raw##width##_no_digest( \
+      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
+    kvxfer::gpu::move_raw<width, false, false>(chunks, digests, units);              \
   }
 
 KVXFER_RAW_KERNELS(16)
@@ -34,9 +34,9 @@ KVXFER_RAW_KERNELS(1)
 
 #undef KVXFER_RAW_KERNELS
 
-#define KVXFER_PANEL_KERNEL(name, ...)                                                           \
-  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) name(const kvxfer::gpu::PanelLaunch launch) {     \
-    kvxfer::gpu::__VA_ARGS__(launch);                                                            \
+#define KVXFER_PANEL_KERNEL(name, ...)                                                       \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) name(const kvxfer::gpu::PanelLaunch launch) { \
+    kvxfer::gpu::__VA_ARGS__(launch);                                                        \
   }
 
 // Grid: (panels / per_group, 1), or (chunks, 1) for the ends.
@@ -47,16 +47,16 @@ KVXFER_PANEL_KERNEL(kvxfer_check_chunks, check_chunk)
 KVXFER_PANEL_KERNEL(kvxfer_put_raw_rows, put_raw_rows)
 
 // kvxfer_pack_e4m3_bfloat16_128: rows of 128 elements.
-#define KVXFER_FAST_KERNELS(scheme, scheme_number, element, element_number)                      \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_64,                                     \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 1>)     \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_128,                                    \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 2>)     \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_256,                                    \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 4>)     \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_576,                                    \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 9>)     \
-  KVXFER_PANEL_KERNEL(kvxfer_unpack_##scheme##_##element,                                        \
+#define KVXFER_FAST_KERNELS(scheme, scheme_number, element, element_number)                  \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_64,                                 \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 1>) \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_128,                                \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 2>) \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_256,                                \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 4>) \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_576,                                \
+                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 9>) \
+  KVXFER_PANEL_KERNEL(kvxfer_unpack_##scheme##_##element,                                    \
                       unpack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number>)
 
 KVXFER_FAST_KERNELS(e4m3, kE4M3, bfloat16, kBFloat16)

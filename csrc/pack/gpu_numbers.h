@@ -1,8 +1,9 @@
 #ifndef KVXFER_PACK_GPU_NUMBERS_H_
 #define KVXFER_PACK_GPU_NUMBERS_H_
 
-// The arithmetic of docs/coded_chunks.md on a GPU. The numbers of schemes, scale formats and element
-// types are those of kvxfer/codec.h and kvxfer/element.h, which device compilers do not read.
+// The arithmetic of docs/coded_chunks.md on a GPU. The numbers of schemes, scale formats and
+// element types are those of kvxfer/codec.h and kvxfer/element.h, which device compilers do not
+// read.
 
 #include "device/kernel/device.h"
 
@@ -124,7 +125,8 @@ KVXFER_DEVICE float decode(uint32_t code) {
   } else {
     const uint32_t magnitude = code & 0x7f;
     if (magnitude > 0x7c) return bits_float(kNan);
-    const float value = magnitude == 0x7c ? bits_float(kInfinity) : small_magnitude(magnitude, 2, 15);
+    const float value =
+        magnitude == 0x7c ? bits_float(kInfinity) : small_magnitude(magnitude, 2, 15);
     return with_sign(value, (code & 0x80) != 0);
   }
 }

@@ -34,7 +34,7 @@ KVXFER_DEVICE float high_value(uint32_t word) {
 KVXFER_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 KVXFER_DEVICE uint32_t largest_magnitude(const Vec16& elements, uint32_t amax) {
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {
     amax = larger(amax, elements.word[i] & 0x7fff);
     amax = larger(amax, elements.word[i] >> 16 & 0x7fff);
@@ -45,13 +45,13 @@ KVXFER_UNROLL
 template <uint32_t kScheme, uint32_t kElement>
 KVXFER_DEVICE Vec8 encode8(const Vec16& elements, float inverse) {
   Vec8 codes;
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t i = 0; i < 2; ++i) {
     const uint32_t low = elements.word[2 * i];
     const uint32_t high = elements.word[2 * i + 1];
-    codes.word[i] = encode4<kScheme>(
-        low_value<kElement>(low) * inverse, high_value<kElement>(low) * inverse,
-        low_value<kElement>(high) * inverse, high_value<kElement>(high) * inverse);
+    codes.word[i] =
+        encode4<kScheme>(low_value<kElement>(low) * inverse, high_value<kElement>(low) * inverse,
+                         low_value<kElement>(high) * inverse, high_value<kElement>(high) * inverse);
   }
   return codes;
 }
@@ -79,22 +79,22 @@ KVXFER_DEVICE void pack_rows(const PanelLaunch& launch) {
     digest.enter(launch.states, entry.chunk, entry.wire / 8 % 8);
     for (uint32_t first = 0; first < entry.rows; first += kTeams * kRows) {
       Vec16 elements[kRows][kN];
-KVXFER_UNROLL
+      KVXFER_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         const uint32_t row = first + r * kTeams + team;
         const char* from = row_at(launch, entry, view, row < entry.rows ? row : 0);
-KVXFER_UNROLL
+        KVXFER_UNROLL
         for (uint32_t n = 0; n < kN; ++n) {
           elements[r][n] = load_once<Vec16>(from + (n * kTeam + member) * 16);
         }
       }
-KVXFER_UNROLL
+      KVXFER_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         const uint32_t row = first + r * kTeams + team;
         uint32_t amax = 0;
-KVXFER_UNROLL
+        KVXFER_UNROLL
         for (uint32_t n = 0; n < kN; ++n) amax = largest_magnitude(elements[r][n], amax);
-KVXFER_UNROLL
+        KVXFER_UNROLL
         for (uint32_t mask = 1; mask < kTeam; mask *= 2) {
           amax = larger(amax, shuffle_xor(amax, mask));
         }
@@ -120,7 +120,7 @@ KVXFER_UNROLL
             }
           }
           const uint32_t at = entry.wire + row * kContent + member * 8;
-KVXFER_UNROLL
+          KVXFER_UNROLL
           for (uint32_t n = 0; n < kN; ++n) {
             Vec8 codes = {};
             if (!raw) codes = encode8<kScheme, kElement>(elements[r][n], inverse);
@@ -181,7 +181,7 @@ KVXFER_DEVICE uint32_t to_wide(float value, uint32_t& clamped) {
 template <uint32_t kScheme, uint32_t kElement>
 KVXFER_DEVICE Vec16 decode8(const Vec8& codes, float scale, uint32_t& clamped) {
   Vec16 elements;
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t pair = codes.word[i / 2] >> (i % 2 * 16);
     float low = 0, high = 0;
@@ -192,8 +192,8 @@ KVXFER_UNROLL
       low = decode<kScheme>(pair & 0xff);
       high = decode<kScheme>(pair >> 8 & 0xff);
     }
-    elements.word[i] = to_wide<kElement>(low * scale, clamped) |
-                       to_wide<kElement>(high * scale, clamped) << 16;
+    elements.word[i] =
+        to_wide<kElement>(low * scale, clamped) | to_wide<kElement>(high * scale, clamped) << 16;
   }
   return elements;
 }
@@ -218,12 +218,12 @@ KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
     const uint32_t row_words = content / 8;
     for (uint32_t first = 0; first < words; first += kThreads * kUnroll) {
       Vec8 codes[kUnroll];
-KVXFER_UNROLL
+      KVXFER_UNROLL
       for (uint32_t k = 0; k < kUnroll; ++k) {
         const uint32_t word = first + k * kThreads + thread_id();
         if (word < words) codes[k] = load_once<Vec8>(wire + entry.wire + word * 8);
       }
-KVXFER_UNROLL
+      KVXFER_UNROLL
       for (uint32_t k = 0; k < kUnroll; ++k) {
         const uint32_t word = first + k * kThreads + thread_id();
         if (word >= words) continue;

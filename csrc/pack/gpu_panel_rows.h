@@ -17,8 +17,8 @@ KVXFER_DEVICE char* row_at(const PanelLaunch& launch, const PanelEntry& entry,
   const uint32_t at = entry.first + row;
   const uint32_t block = divide(at, launch.blocks_of);
   const uint32_t slot = at - block * launch.block_size;
-  const uint64_t offset = load<uint32_t>(launch.blocks + block) * view.block_stride +
-                          slot * view.token_stride;
+  const uint64_t offset =
+      load<uint32_t>(launch.blocks + block) * view.block_stride + slot * view.token_stride;
   return address_of(entry.base + offset);
 }
 

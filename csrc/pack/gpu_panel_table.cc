@@ -47,14 +47,16 @@ GpuPanelTable::GpuPanelTable(const PanelPlan& plan) : plan_(plan) {
              std::to_string(view.memory.content_stride) + " bytes apart");
     }
     if ((data | view.memory.block_stride | view.memory.head_stride | view.memory.token_stride) %
-            element != 0) {
+            element !=
+        0) {
       refuse("a GPU cannot pack elements that are not aligned to their size");
     }
     if (is_float8(view.producer.element) && !(view.producer == view.own)) {
       refuse(std::string("a GPU does not turn ") + element_name(view.producer.element) +
              " into another type or scale");
     }
-    views_.push_back({view.memory.block_stride, view.memory.token_stride, 1.0f / view.own.scale, 0});
+    views_.push_back(
+        {view.memory.block_stride, view.memory.token_stride, 1.0f / view.own.scale, 0});
     for (const size_t k : {0, 1}) {
       const PanelKind& kind = kinds_[i % plan.num_planes() * 2 + k];
       pack_kernels_.push_back(kernel_of(kind, i, true));
@@ -79,8 +81,7 @@ std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool p
   const std::string verb = pack ? "kvxfer_pack_" : "kvxfer_unpack_";
   if (!aligned || !wide || !by_row || !size || view.own.scale != 1.0f) return verb + "panels";
   const char* const schemes[] = {"", "e4m3", "e5m2", "int8"};
-  const std::string name =
-      verb + schemes[kind.scheme] + (half ? "_float16" : "_bfloat16");
+  const std::string name = verb + schemes[kind.scheme] + (half ? "_float16" : "_bfloat16");
   return pack ? name + "_" + std::to_string(content) : name;
 }
 

@@ -12,16 +12,16 @@
 
 namespace kvxfer {
 
-// Panels of one plan, of any number of chunks, as kernels want them. The caller copies what it gives
-// to the device once all chunks are added, and launches a kernel for each of orders().
+// Panels of one plan, of any number of chunks, as kernels want them. The caller copies what it
+// gives to the device once all chunks are added, and launches a kernel for each of orders().
 class GpuPanelTable {
  public:
   // The plan must outlive it. Throws Error(kInvalid) for a plan that GPUs do not do: elements of a
   // row that lie apart or are not aligned to their size, and 8-bit floats that become others.
   explicit GpuPanelTable(const PanelPlan& plan);
 
-  // Adds the chunk of panels [begin, end). `wire`, a multiple of 16, and `marks`, a byte for each of
-  // its rows, are addresses on the device. `bytes` is how long the chunk is when it is unpacked.
+  // Adds the chunk of panels [begin, end). `wire`, a multiple of 16, and `marks`, a byte for each
+  // of its rows, are addresses on the device. `bytes` is how long the chunk is when it is unpacked.
   void add_chunk(uint32_t begin, uint32_t end, uint64_t wire, uint64_t marks, uint64_t bytes = 0);
 
   // Rows of panels [begin, end).

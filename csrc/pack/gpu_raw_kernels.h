@@ -2,9 +2,9 @@
 #define KVXFER_PACK_GPU_RAW_KERNELS_H_
 
 // Pack and unpack of raw wire bytes on a GPU: bytes and digest as pack() and unpack() of
-// kvxfer/pack.h. One launch moves any number of chunks: group_y() is the chunk, group_x() a range of
-// it. On the wire each thread moves 16 bytes, next to its neighbours'; in memory the same bytes in
-// accesses of kWidth, which all addresses and sizes are multiples of.
+// kvxfer/pack.h. One launch moves any number of chunks: group_y() is the chunk, group_x() a range
+// of it. On the wire each thread moves 16 bytes, next to its neighbours'; in memory the same bytes
+// in accesses of kWidth, which all addresses and sizes are multiples of.
 
 #include "device/kernel/device.h"
 #include "pack/gpu_digest.h"
@@ -39,7 +39,7 @@ KVXFER_DEVICE Vec16 gather(const RawChunk& chunk, uint32_t offset, uint32_t byte
     return load_once<Vec16>(memory_at(chunk, offset));
   } else {
     Vec16 unit = {};
-KVXFER_UNROLL
+    KVXFER_UNROLL
     for (uint32_t i = 0; i < kUnit; i += kWidth) {
       if (i < bytes) {
         const uint32_t part = load<typename Access<kWidth>::Type>(memory_at(chunk, offset + i));
@@ -55,7 +55,7 @@ KVXFER_DEVICE void scatter(const RawChunk& chunk, uint32_t offset, uint32_t byte
   if constexpr (kWidth == 16) {
     store_once<Vec16>(memory_at(chunk, offset), unit);
   } else {
-KVXFER_UNROLL
+    KVXFER_UNROLL
     for (uint32_t i = 0; i < kUnit; i += kWidth) {
       if (i < bytes) {
         using Type = typename Access<kWidth>::Type;
@@ -68,7 +68,7 @@ KVXFER_UNROLL
 
 KVXFER_DEVICE Vec16 wire_part(const char* from, uint32_t bytes) {
   Vec16 unit = {};
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t i = 0; i < kUnit; ++i) {
     if (i < bytes) unit.word[i / 4] |= uint32_t{load<uint8_t>(from + i)} << (i % 4 * 8);
   }
@@ -76,14 +76,14 @@ KVXFER_UNROLL
 }
 
 KVXFER_DEVICE void store_wire_part(char* to, uint32_t bytes, const Vec16& unit) {
-KVXFER_UNROLL
+  KVXFER_UNROLL
   for (uint32_t i = 0; i < kUnit; ++i) {
     if (i < bytes) store<uint8_t>(to + i, static_cast<uint8_t>(unit.word[i / 4] >> (i % 4 * 8)));
   }
 }
 
-// Unit `u` of a chunk is half of lanes 2 * (u % 4) and the next. As kThreads is a multiple of 4, all
-// units of a thread are of the same lanes.
+// Unit `u` of a chunk is half of lanes 2 * (u % 4) and the next. As kThreads is a multiple of 4,
+// all units of a thread are of the same lanes.
 KVXFER_DEVICE void add_unit(Lane (&lanes)[2], uint32_t u, const Vec16& unit) {
   lanes[0].add(unit.word[0], unit.word[1], u / 4);
   lanes[1].add(unit.word[2], unit.word[3], u / 4);
@@ -117,6 +117,7 @@ KVXFER_DEVICE void move_last(const RawChunk& chunk, uint32_t u, Vec16& unit) {
 // `units` a multiple of 4: what a workgroup moves. `digests` has kDigestWords for each chunk.
 template <uint32_t kWidth, bool kPack, bool kDigest>
 KVXFER_DEVICE void move_raw(const RawChunk* chunks, uint64_t* digests, uint32_t units) {
+  constexpr uint32_t kBatch = kWidth == kUnit ? kUnroll : 1;  // narrow ones have loads enough
   const RawChunk chunk = chunks[group_y()];
   const uint32_t whole = chunk.bytes / kUnit;
   const uint32_t all = (chunk.bytes + 63) / 64 * 4;
@@ -131,16 +132,16 @@ KVXFER_DEVICE void move_raw(const RawChunk* chunks, uint64_t* digests, uint32_t 
     lanes[1].start(thread_id() % 4 * 2 + 1);
   }
   uint32_t first = begin;
-  for (; first + kThreads * kUnroll <= whole_end; first += kThreads * kUnroll) {
+  for (; first + kThreads * kBatch <= whole_end; first += kThreads * kBatch) {
     const uint32_t u = first + thread_id();
-    Vec16 unit[kUnroll];
-KVXFER_UNROLL
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    Vec16 unit[kBatch];
+    KVXFER_UNROLL
+    for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t offset = (u + i * kThreads) * kUnit;
       unit[i] = kPack ? gather<kWidth>(chunk, offset, kUnit) : load_once<Vec16>(wire + offset);
     }
-KVXFER_UNROLL
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    KVXFER_UNROLL
+    for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t offset = (u + i * kThreads) * kUnit;
       if constexpr (kPack) {
         store_once<Vec16>(wire + offset, unit[i]);

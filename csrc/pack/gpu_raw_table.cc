@@ -80,8 +80,10 @@ RawChunk RawTable::chunk(uint64_t begin, uint64_t end, uint64_t wire,
       end - begin >= kMostChunkBytes || wire % 16 != 0) {
     throw Error(StatusCode::kInvalid,
                 "a chunk of wire bytes [" + std::to_string(begin) + ", " + std::to_string(end) +
-                    ") at address " + std::to_string(wire) + " cannot be moved by a GPU: the plan "
-                    "has " + std::to_string(pieces_.size() * uint64_t{piece_bytes_}) +
+                    ") at address " + std::to_string(wire) +
+                    " cannot be moved by a GPU: the plan "
+                    "has " +
+                    std::to_string(pieces_.size() * uint64_t{piece_bytes_}) +
                     " bytes, a chunk less than 2^30, and its address has to be a multiple of 16");
   }
   RawChunk chunk;

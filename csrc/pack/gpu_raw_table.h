@@ -21,8 +21,8 @@ class RawTable {
   const std::vector<uint64_t>& pieces() const { return pieces_; }
   uint32_t piece_bytes() const { return piece_bytes_; }
 
-  // Widest access, 16, 4 or 1, that suits chunk [begin, end): what the kernels' names end in. Chunks
-  // of one launch take the narrowest of theirs.
+  // Widest access, 16, 4 or 1, that suits chunk [begin, end): what the kernels' names end in.
+  // Chunks of one launch take the narrowest of theirs.
   uint32_t width(uint64_t begin, uint64_t end) const;
 
   // Wire bytes [begin, end), both on row boundaries and less than 2^30 apart. `device_pieces` is

@@ -70,9 +70,7 @@ KVXFER_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 KVXFER_DEVICE float half_float(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
-KVXFER_DEVICE uint32_t float_half(float value) {
-  return __half_as_ushort(__float2half_rn(value));
-}
+KVXFER_DEVICE uint32_t float_half(float value) { return __half_as_ushort(__float2half_rn(value)); }
 
 // Cheaper than a conversion, which runs at a quarter of the rate: rounds at the last place of 1.5 *
 // 2^23.

@@ -11,12 +11,11 @@
 //
 //   KVXFER_DEVICE               attributes of a device function
 //   KVXFER_KERNEL(threads)      attributes of an entry point that is launched with so many threads
-//   KVXFER_SHARED               storage class of a variable that a workgroup shares, not initialised
-//   KVXFER_UNROLL               before a loop with constant bounds
-//   kWave                       threads that run in lockstep: 32 or 64
-//   thread_id(), group_x(), group_y()
-//   barrier()                   for all threads of the workgroup, orders shared and global memory
-//   shuffle_xor(value, mask)    the value of thread `thread_id() ^ mask`; mask < kWave, a constant;
+//   KVXFER_SHARED               storage class of a variable that a workgroup shares, not
+//   initialised KVXFER_UNROLL               before a loop with constant bounds kWave threads that
+//   run in lockstep: 32 or 64 thread_id(), group_x(), group_y() barrier()                   for all
+//   threads of the workgroup, orders shared and global memory shuffle_xor(value, mask)    the value
+//   of thread `thread_id() ^ mask`; mask < kWave, a constant;
 //                               all threads of the wave take part
 //   add_global, add_shared, or_shared    atomic, relaxed
 //   load<T>, store<T>           T of 1, 2, 4, 8 or 16 bytes, aligned, in global memory
@@ -27,7 +26,8 @@
 //   half_float, float_half      float16 bits to float32 (exact) and back (|value| <= 65504)
 //   round_even                  to an integer, of a float within +-2^22
 //
-// Floating-point contraction is off (-fmad=false, -ffp-contract=off): results are those of the host.
+// Floating-point contraction is off (-fmad=false, -ffp-contract=off): results are those of the
+// host.
 
 #include <cstdint>
 

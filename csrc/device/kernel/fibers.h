@@ -13,9 +13,9 @@
 
 namespace kvxfer::gpu {
 
-// Runs a kernel on the CPU, one workgroup at a time, its threads as fibers of this thread. Waves run
-// in an order that changes from group to group, so that what works by luck fails some time. Threads
-// that wait for a barrier that others never reach end the program with a message.
+// Runs a kernel on the CPU, one workgroup at a time, its threads as fibers of this thread. Waves
+// run in an order that changes from group to group, so that what works by luck fails some time.
+// Threads that wait for a barrier that others never reach end the program with a message.
 class Fibers {
  public:
   Fibers(uint32_t threads, uint32_t wave) : wave_(wave), fibers_(threads), values_(threads) {
@@ -105,8 +105,9 @@ class Fibers {
       }
       for (const Fiber& fiber : fibers_) ended += fiber.wait == Wait::kEnded ? 1 : 0;
       if (!moved && ended < count) {
-        std::fprintf(stderr, "fibers: %u of %u threads of group (%u, %u) wait for others that have "
-                             "ended or wait for something else\n",
+        std::fprintf(stderr,
+                     "fibers: %u of %u threads of group (%u, %u) wait for others that have "
+                     "ended or wait for something else\n",
                      count - ended, count, group_x_, group_y_);
         std::abort();
       }

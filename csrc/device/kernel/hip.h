@@ -25,8 +25,8 @@ KVXFER_DEVICE void barrier() {
 
 KVXFER_DEVICE uint32_t shuffle_xor(uint32_t value, uint32_t mask) {
   const uint32_t lane = thread_id() & (kWave - 1);
-  return static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(static_cast<int>((lane ^ mask) * 4),
-                                                            static_cast<int>(value)));
+  return static_cast<uint32_t>(
+      __builtin_amdgcn_ds_bpermute(static_cast<int>((lane ^ mask) * 4), static_cast<int>(value)));
 }
 
 KVXFER_DEVICE void add_global(uint64_t* to, uint64_t value) {
@@ -89,8 +89,8 @@ template <class T>
 KVXFER_DEVICE void store_once(void* to, T value) {
   if constexpr (sizeof(T) == 16) {
     const HipVec4 v = {value.word[0], value.word[1], value.word[2], value.word[3]};
-    __builtin_nontemporal_store(v,
-                                reinterpret_cast<Global<HipVec4>*>(reinterpret_cast<uintptr_t>(to)));
+    __builtin_nontemporal_store(
+        v, reinterpret_cast<Global<HipVec4>*>(reinterpret_cast<uintptr_t>(to)));
   } else {
     store<T>(to, value);
   }
