@@ -57,8 +57,8 @@ inline Request bench_request(const BenchShape& shape) {
   std::shuffle(request.table.blocks.begin(), request.table.blocks.end(), random);
   request.plane_of.resize(shape.cache.contents.size());
   std::iota(request.plane_of.begin(), request.plane_of.end(), 0u);
-  request.ends = tile_ends(0, request.slice.token_end, shape.cache.block_size, 0,
-                           shape.cache.block_size, 0);
+  request.ends =
+      tile_ends(0, request.slice.token_end, shape.cache.block_size, 0, shape.cache.block_size, 0);
   return request;
 }
 

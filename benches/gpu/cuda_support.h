@@ -115,12 +115,13 @@ struct Result {
     std::fflush(stdout);
     if (const char* path = std::getenv("KVXFER_BENCH_JSON"); path != nullptr && *path != '\0') {
       if (FILE* file = std::fopen(path, "a")) {
-        std::fprintf(file,
-                     "{\"shape\": \"%s\", \"layout\": \"%s\", \"block_size\": %u, \"work\": \"%s\", "
-                     "\"bytes_moved\": %llu, \"ms\": %.5f, \"gb_per_s\": %.1f, "
-                     "\"percent_of_copy\": %.2f}\n",
-                     shape.c_str(), layout.c_str(), block_size, work.c_str(),
-                     static_cast<unsigned long long>(bytes_moved), ms, rate(), percent());
+        std::fprintf(
+            file,
+            "{\"shape\": \"%s\", \"layout\": \"%s\", \"block_size\": %u, \"work\": \"%s\", "
+            "\"bytes_moved\": %llu, \"ms\": %.5f, \"gb_per_s\": %.1f, "
+            "\"percent_of_copy\": %.2f}\n",
+            shape.c_str(), layout.c_str(), block_size, work.c_str(),
+            static_cast<unsigned long long>(bytes_moved), ms, rate(), percent());
         std::fclose(file);
       }
     }

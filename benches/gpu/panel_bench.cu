@@ -21,10 +21,13 @@ using gpu::PanelState;
 // All chunks of a plan, each in a slot of its own.
 class Coder {
  public:
-  Coder(const PanelPlan& plan, const std::vector<uint32_t>& cuts, const std::vector<uint64_t>& wires,
-        const std::vector<uint32_t>& bytes, uint32_t per_group)
-      : table_(plan), count_(static_cast<uint32_t>(cuts.size() - 1)), per_group_(per_group),
-        states_(count_ * sizeof(PanelState)), marks_(table_.rows(0, plan.num_panels())) {
+  Coder(const PanelPlan& plan, const std::vector<uint32_t>& cuts,
+        const std::vector<uint64_t>& wires, const std::vector<uint32_t>& bytes, uint32_t per_group)
+      : table_(plan),
+        count_(static_cast<uint32_t>(cuts.size() - 1)),
+        per_group_(per_group),
+        states_(count_ * sizeof(PanelState)),
+        marks_(table_.rows(0, plan.num_panels())) {
     marks_.fill(0);
     uint64_t marks = marks_.address();
     for (size_t i = 0; i < count_; ++i) {
@@ -42,8 +45,8 @@ class Coder {
     launch_.per_group = per_group;
     for (const bool pack : {true, false}) {
       for (const auto& [name, order] : table_.orders(pack)) {
-        orders_[pack].push_back({gpu::panel_kernel(name), keep(order),
-                                 static_cast<uint32_t>(order.size())});
+        orders_[pack].push_back(
+            {gpu::panel_kernel(name), keep(order), static_cast<uint32_t>(order.size())});
       }
     }
   }
@@ -158,8 +161,9 @@ bool check_case(Random& random, const CacheShape& shape, const Request& request,
         pack_panels(plan, cuts[i], cuts[i + 1], expected.data() + offsets[i], 3);
     // The host may have used what is behind the chunk.
     std::fill(expected.begin() + static_cast<std::ptrdiff_t>(offsets[i] + chunk.bytes),
-              i + 1 < offsets.size() ? expected.begin() + static_cast<std::ptrdiff_t>(offsets[i + 1])
-                                     : expected.end(),
+              i + 1 < offsets.size()
+                  ? expected.begin() + static_cast<std::ptrdiff_t>(offsets[i + 1])
+                  : expected.end(),
               std::byte{0xa5});
     good = good && states[i].bytes == chunk.bytes && states[i].exceptions == chunk.exceptions &&
            digest_of(states[i], 3) == chunk.digest;
@@ -250,8 +254,8 @@ bool time_shape(const BenchShape& shape, Scheme scheme, const char* name, bool b
   };
   const PanelPlan plan = plan_at(cache.data());
   // About 4 MiB of elements a chunk.
-  const auto step = static_cast<uint32_t>(
-      std::max<uint64_t>(1, (uint64_t{4} << 20) / plan.memory_bytes(0, 1)));
+  const auto step =
+      static_cast<uint32_t>(std::max<uint64_t>(1, (uint64_t{4} << 20) / plan.memory_bytes(0, 1)));
   std::vector<uint32_t> cuts = {0};
   while (cuts.back() < plan.num_panels()) {
     cuts.push_back(std::min(plan.num_panels(), cuts.back() + step));
@@ -283,7 +287,8 @@ bool time_shape(const BenchShape& shape, Scheme scheme, const char* name, bool b
   }
   const double copy = copy_ms(moved);
   const auto report = [&](const std::string& work, const std::function<void()>& run) {
-    Result{shape.name, shape.layout, work, shape.cache.block_size, moved, time_ms(run), copy}.print();
+    Result{shape.name, shape.layout, work, shape.cache.block_size, moved, time_ms(run), copy}
+        .print();
   };
   report(std::string("pack ") + name, [&] { coder.pack(); });
   if (both) {
@@ -294,8 +299,8 @@ bool time_shape(const BenchShape& shape, Scheme scheme, const char* name, bool b
     report(std::string("unpack ") + name, [&] { unpacking.unpack(); });
     const auto unpacked = unpacking.states();
     for (size_t i = 0; i < states.size(); ++i) {
-      good = good && unpacked[i].refused == 0 &&
-             digest_of(unpacked[i], 5) == digest_of(states[i], 5);
+      good =
+          good && unpacked[i].refused == 0 && digest_of(unpacked[i], 5) == digest_of(states[i], 5);
     }
   }
   if (!good) std::printf("WRONG: %s %s %s\n", shape.name.c_str(), shape.layout.c_str(), name);

@@ -1,5 +1,5 @@
-// Raw pack and unpack on a GPU: first every kernel against the host's bytes and digests, then times.
-// Exits with 1 when a byte is wrong.
+// Raw pack and unpack on a GPU: first every kernel against the host's bytes and digests, then
+// times. Exits with 1 when a byte is wrong.
 
 #include <chrono>
 #include <cstring>
@@ -34,7 +34,10 @@ uint64_t up64(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 class Mover {
  public:
   Mover(const CopyPlan& plan, const std::vector<uint64_t>& cuts, uint64_t wire, uint32_t units)
-      : table_(plan), pieces_(table_.pieces()), units_(units), chunks_(make(cuts, wire)),
+      : table_(plan),
+        pieces_(table_.pieces()),
+        units_(units),
+        chunks_(make(cuts, wire)),
         digests_((cuts.size() - 1) * kDigestWords * 8) {}
 
   void launch(bool pack, bool digest) {

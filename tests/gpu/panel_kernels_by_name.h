@@ -17,10 +17,10 @@ inline PanelKernel panel_kernel(const std::string& name) {
       KVXFER_NAMED(kvxfer_pack_##what##_256), KVXFER_NAMED(kvxfer_pack_##what##_576), \
       KVXFER_NAMED(kvxfer_unpack_##what)
   static const std::map<std::string, PanelKernel> kKernels = {
-      KVXFER_NAMED(kvxfer_pack_panels),    KVXFER_NAMED(kvxfer_unpack_panels),
-      KVXFER_FAST_NAMED(e4m3_bfloat16),    KVXFER_FAST_NAMED(e4m3_float16),
-      KVXFER_FAST_NAMED(e5m2_bfloat16),    KVXFER_FAST_NAMED(e5m2_float16),
-      KVXFER_FAST_NAMED(int8_bfloat16),    KVXFER_FAST_NAMED(int8_float16)};
+      KVXFER_NAMED(kvxfer_pack_panels), KVXFER_NAMED(kvxfer_unpack_panels),
+      KVXFER_FAST_NAMED(e4m3_bfloat16), KVXFER_FAST_NAMED(e4m3_float16),
+      KVXFER_FAST_NAMED(e5m2_bfloat16), KVXFER_FAST_NAMED(e5m2_float16),
+      KVXFER_FAST_NAMED(int8_bfloat16), KVXFER_FAST_NAMED(int8_float16)};
 #undef KVXFER_FAST_NAMED
 #undef KVXFER_NAMED
   return kKernels.at(name);

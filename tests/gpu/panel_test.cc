@@ -126,8 +126,7 @@ TEST_CASE("gpu panels: chunks, digests and blocks are the host's, for random cac
     packing.pack(per_group);
     std::vector<uint64_t> bytes;
     for (size_t i = 0; i < wires.size(); ++i) {
-      const CodedChunk chunk =
-          pack_panels(plan, cuts[i], cuts[i + 1], expected[i].data(), seed);
+      const CodedChunk chunk = pack_panels(plan, cuts[i], cuts[i + 1], expected[i].data(), seed);
       CHECK(packing.state(i).bytes == chunk.bytes);
       CHECK(packing.state(i).exceptions == chunk.exceptions);
       CHECK(packing.digest(i, seed) == chunk.digest);
@@ -138,9 +137,9 @@ TEST_CASE("gpu panels: chunks, digests and blocks are the host's, for random cac
 
     CacheShape target = made.shape;
     if (target.element != ElementType::kUInt8) {
-      target.element = one_of(random, {ElementType::kBFloat16, ElementType::kFloat16,
-                                       ElementType::kFloat32, ElementType::kFloat8E4M3FN,
-                                       ElementType::kFloat8E5M2FNUZ, target.element});
+      target.element = one_of(
+          random, {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32,
+                   ElementType::kFloat8E4M3FN, ElementType::kFloat8E5M2FNUZ, target.element});
     }
     target.head_major = !target.head_major;
     AlignedBytes to(target.bytes(), 0x5a), reference(target.bytes(), 0x5a);
@@ -150,8 +149,8 @@ TEST_CASE("gpu panels: chunks, digests and blocks are the host's, for random cac
     unpacking.count_kernels(seen);
     unpacking.unpack(per_group);
     for (size_t i = 0; i < wires.size(); ++i) {
-      const DecodedChunk chunk = unpack_panels(reference_plan, cuts[i], cuts[i + 1],
-                                               expected[i].data(), bytes[i], seed);
+      const DecodedChunk chunk =
+          unpack_panels(reference_plan, cuts[i], cuts[i + 1], expected[i].data(), bytes[i], seed);
       CHECK(unpacking.state(i).refused == 0);
       CHECK(unpacking.state(i).clamped == chunk.loss.clamped);
       CHECK(unpacking.digest(i, seed) == chunk.digest);

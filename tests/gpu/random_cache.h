@@ -33,9 +33,7 @@ struct CacheShape {
   uint32_t gap = 0;                // bytes between blocks
 
   uint64_t row_bytes(size_t plane) const { return contents[plane] * element_bytes(element); }
-  uint64_t block_stride(size_t plane) const {
-    return row_bytes(plane) * heads * block_size + gap;
-  }
+  uint64_t block_stride(size_t plane) const { return row_bytes(plane) * heads * block_size + gap; }
   uint64_t bytes() const {
     uint64_t total = 0;
     for (size_t i = 0; i < contents.size(); ++i) total += block_stride(i) * blocks;
@@ -92,7 +90,8 @@ inline CacheShape random_shape(Random& random) {
     shape.contents.push_back(one_of(random, {1u, 5u, 8u, 12u, 64u, 80u, 128u, 576u}));
   }
   shape.head_major = between(random, 0, 1) == 1;
-  shape.gap = one_of(random, {0u, 0u, 4u, 64u}) * static_cast<uint32_t>(element_bytes(shape.element));
+  shape.gap =
+      one_of(random, {0u, 0u, 4u, 64u}) * static_cast<uint32_t>(element_bytes(shape.element));
   return shape;
 }
 
@@ -115,8 +114,9 @@ inline Request random_request(Random& random, const CacheShape& shape) {
   std::shuffle(request.table.blocks.begin(), request.table.blocks.end(), random);
   request.plane_of.resize(shape.contents.size());
   std::iota(request.plane_of.begin(), request.plane_of.end(), 0u);
-  const uint32_t slot = (request.table.first_slot + request.slice.token_begin -
-                         request.table.first_token) % shape.block_size;
+  const uint32_t slot =
+      (request.table.first_slot + request.slice.token_begin - request.table.first_token) %
+      shape.block_size;
   request.ends = tile_ends(request.slice.token_begin, request.slice.token_end, shape.block_size,
                            slot, shape.block_size, slot);
   if (between(random, 0, 1) == 1) {
