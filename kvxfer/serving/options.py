@@ -1,0 +1,66 @@
+"""Options that the commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from kvxfer.errors import InvalidError
+from kvxfer.serving.setup_file import Setup
+from kvxfer.serving.sim import Fleet, Role
+from kvxfer.serving.traces import read_trace
+from kvxfer.serving.workload import Length, Workload, fixed, generate, lognormal
+
+_FLEET = re.compile(r"(?:(\d+)P(\d+)D)?\+?(?:(\d+)A)?")
+LONGEST = 1_000_000
+"""Where generated lengths are cut off."""
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which requests are sent."""
+    parser.add_argument("setup", help="JSON file with engines, link and SLO")
+    parser.add_argument("--trace", help="trace of requests; without it they are generated")
+    parser.add_argument("--limit", type=int, help="only the first requests of the trace")
+    parser.add_argument("--rate", type=float, help="requests a second; default: the trace's")
+    parser.add_argument("--count", type=int, default=500, help="requests to generate")
+    parser.add_argument(
+        "--prompt", default="2000:0.8", help="tokens of a prompt: MEAN, or MEAN:SIGMA (log-normal)"
+    )
+    parser.add_argument("--output", default="250:0.8", help="tokens of an answer, likewise")
+    parser.add_argument("--seed", type=int, default=0, help="of what is generated")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """Return the requests that the options ask for."""
+    if options.trace is None:
+        return generate(
+            options.count,
+            options.rate or 1.0,
+            length_of(options.prompt, "--prompt"),
+            length_of(options.output, "--output"),
+            options.seed,
+        )
+    workload = read_trace(options.trace, options.limit)
+    return workload.at_rate(options.rate) if options.rate else workload
+
+
+def length_of(text: str, option: str) -> Length:
+    """Return the lengths that MEAN or MEAN:SIGMA stands for."""
+    mean, _, sigma = text.partition(":")
+    try:
+        if not sigma:
+            return fixed(int(mean))
+        return lognormal(float(mean), float(sigma), LONGEST)
+    except ValueError as error:
+        raise InvalidError(f"{option} is {text!r}; give MEAN or MEAN:SIGMA") from error
+
+
+def fleet_of(text: str, setup: Setup) -> Fleet:
+    """Return the fleet that 2P1D, 2P1D+1A or 4A stands for."""
+    match = _FLEET.fullmatch(text.upper())
+    if not text or match is None:
+        raise InvalidError(f"{text!r} is no fleet; write 2P1D, 2P1D+1A or 4A")
+    counts = zip(Role, match.groups(default="0"), strict=True)
+    engines = tuple((setup.engine(role), int(count)) for role, count in counts if int(count))
+    return Fleet(engines, setup.link)

@@ -1,0 +1,146 @@
+"""``kvxfer plan``: how many engines of which kind; ``kvxfer plan fit``: what their steps cost."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvxfer.errors import InvalidError
+from kvxfer.serving.cost_model import Link
+from kvxfer.serving.fit import fit
+from kvxfer.serving.goodput import Promise
+from kvxfer.serving.options import add_load_arguments, workload_of
+from kvxfer.serving.placement import judge
+from kvxfer.serving.planner import Plan, Question, plan, router_of, shifts
+from kvxfer.serving.report import candidate_row, curve_svg, plan_text
+from kvxfer.serving.setup_file import read_setup
+from kvxfer.serving.sim import Role, simulate
+from kvxfer.serving.traces import read_served
+
+CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.2)
+"""Parts of its goodput at which a candidate's latency is plotted."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvxfer plan``."""
+    add_load_arguments(parser)
+    parser.add_argument("--gpus", type=int, required=True, help="how many there are at most")
+    parser.add_argument("--serve", type=float, help="requests a second that have to be served")
+    parser.add_argument("--share", type=float, default=0.9, help="of requests within the SLO")
+    parser.add_argument(
+        "--promise",
+        choices=[promise.value for promise in Promise],
+        default=Promise.JOINT.value,
+        help="whether the share meets TTFT and TPOT together, or each for itself",
+    )
+    parser.add_argument("--confirm", type=int, default=4, help="how many candidates to simulate")
+    parser.add_argument("--plot", help="write latency over throughput to this SVG file")
+    parser.add_argument(
+        "--placement",
+        action="append",
+        default=[],
+        metavar="NAME=BYTES_PER_SECOND",
+        help="a link to compare, as measured; may be repeated",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan and print the plan; return 0, or 3 when nothing will do."""
+    setup = read_setup(options.setup)
+    question = Question(
+        workload_of(options),
+        setup.slo,
+        setup.engines,
+        setup.link,
+        options.gpus,
+        setup.policy,
+        Promise(options.promise),
+        options.share,
+        rate=options.serve,
+    )
+    answer = plan(question, options.confirm)
+    if options.json:
+        rows = [candidate_row(candidate) for candidate in answer.candidates]
+        text = json.dumps({"infeasible": answer.infeasible, "candidates": rows}, indent=2)
+    else:
+        text = "\n".join([plan_text(answer, shifts(question)), *_placements(options, question)])
+    sys.stdout.write(text + "\n")
+    if options.plot:
+        Path(options.plot).write_text(_plot(answer), encoding="utf-8")
+    return 3 if answer.infeasible else 0
+
+
+def _placements(options: argparse.Namespace, question: Question) -> list[str]:
+    """Return what each link would do to an average prompt."""
+    prefill = next((spec for spec in question.engines if spec.role is Role.PREFILL), None)
+    lines = []
+    for text in options.placement:
+        name, _, rate = text.partition("=")
+        if prefill is None or question.link is None:
+            raise InvalidError("--placement needs prefill engines and a link in the setup")
+        try:
+            link: Link = dataclasses.replace(question.link, bytes_per_second=float(rate))
+        except ValueError as error:
+            raise InvalidError(f"--placement {text!r}: write NAME=BYTES_PER_SECOND") from error
+        tokens = round(question.workload.prompt_mean)
+        lines.append(f"{name}: {judge(name, link, prefill.prefill, tokens).verdict}.")
+    return lines
+
+
+def _plot(answer: Plan) -> str:
+    question = answer.question
+    curves = {}
+    for candidate in answer.candidates:
+        if candidate.simulated is None or not candidate.simulated.rate:
+            continue
+        curve = []
+        for part in CURVE:
+            load = question.workload.at_rate(candidate.simulated.rate * part)
+            result = simulate(candidate.fleet, load, router_of(question)())
+            curve.append(
+                (result.output_rate, result.percentile(lambda one: one.last - one.arrived, 90))
+            )
+        curves[candidate.fleet.name] = curve
+    if not curves:
+        raise InvalidError(f"nothing to plot: {answer.infeasible}")
+    return curve_svg(curves, "output tokens/s", "p90 of the time to the last token, s")
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvxfer plan fit``."""
+    parser.add_argument("log", help="vLLM request log, or a result of vllm bench with its details")
+    parser.add_argument("--batch-tokens", type=int, required=True, help="max_num_batched_tokens")
+    parser.add_argument("--first", type=int, help="fit only to the first requests")
+    parser.add_argument("--engines", type=int, default=1, help="data parallel ranks behind the log")
+
+
+def run_fit(options: argparse.Namespace) -> int:
+    """Fit and print costs as a setup has them; return the exit status."""
+    costs = fit(read_served(options.log), options.batch_tokens, options.first, options.engines)
+    found = {
+        "prefill": dataclasses.asdict(costs.prefill),
+        "decode": dataclasses.asdict(costs.decode),
+    }
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    sys.stderr.write(f"mean error of the fitted durations: {costs.error:.1%}\n")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    fitting = given[:1] == ["fit"]
+    parser = argparse.ArgumentParser(
+        prog="kvxfer plan fit" if fitting else "kvxfer plan", description=__doc__
+    )
+    (add_fit_arguments if fitting else add_arguments)(parser)
+    options = parser.parse_args(given[1:] if fitting else given)
+    try:
+        return (run_fit if fitting else run)(options)
+    except InvalidError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 1

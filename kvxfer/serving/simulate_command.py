@@ -1,0 +1,74 @@
+"""``kvxfer simulate``: what a fleet does with a load, under one policy or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from kvxfer.errors import InvalidError
+from kvxfer.serving.options import add_load_arguments, fleet_of, workload_of
+from kvxfer.serving.report import simulated_row, table
+from kvxfer.serving.setup_file import Setup, read_setup
+from kvxfer.serving.sim import (
+    Decided,
+    Router,
+    always_local,
+    always_remote,
+    fixed_threshold,
+    simulate,
+)
+
+POLICIES = ("local", "remote", "threshold:2000", "decide")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_load_arguments(parser)
+    parser.add_argument("--fleet", required=True, help="2P1D, 2P1D+1A or 4A")
+    parser.add_argument(
+        "--policy",
+        default="decide",
+        help="decide, local, remote, threshold:TOKENS, or all of them: all (default: decide)",
+    )
+    parser.add_argument("--concurrency", type=int, help="clients of a closed loop")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate and print what came out; return the exit status."""
+    setup = read_setup(options.setup)
+    fleet, workload = fleet_of(options.fleet, setup), workload_of(options)
+    rows = []
+    for name in POLICIES if options.policy == "all" else (options.policy,):
+        result = simulate(fleet, workload, router_of(name, setup), options.concurrency)
+        rows.append(simulated_row(name, result, setup.slo))
+    sys.stdout.write((json.dumps(rows, indent=2) if options.json else table(rows)) + "\n")
+    return 0
+
+
+def router_of(name: str, setup: Setup) -> Router:
+    """Return a new router for the policy of this name."""
+    kind, _, tokens = name.partition(":")
+    makers: dict[str, Callable[[], Router]] = {
+        "local": lambda: always_local,
+        "remote": lambda: always_remote,
+        "decide": lambda: Decided(setup.slo, setup.policy, setup.link),
+    }
+    if kind == "threshold" and tokens.isdigit():
+        return fixed_threshold(int(tokens))
+    if name not in makers:
+        raise InvalidError(f"{name!r} is no policy; there are: {', '.join(POLICIES)}, all")
+    return makers[name]()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="kvxfer simulate", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except InvalidError as error:
+        sys.stderr.write(f"kvxfer simulate: {error}\n")
+        return 1
