@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,9 @@ def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def plot(results: Sequence[CodecResult], title: str, path: Path) -> None:
     """Draw KL against wire ratio, and attention error by layer. Needs matplotlib."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     figure.suptitle(title)
     # What loses nothing has no place on a logarithmic axis.
@@ -107,7 +109,7 @@ def plot(results: Sequence[CodecResult], title: str, path: Path) -> None:
         it = result.record()
         (line,) = right.plot(
             [layer.index for layer in result.layers],
-            [100 * layer.attention.value for layer in result.layers],
+            [100 * layer.attention.value or math.nan for layer in result.layers],
             marker=".",
             label=result.codec,
         )
@@ -118,21 +120,14 @@ def plot(results: Sequence[CodecResult], title: str, path: Path) -> None:
             marker="o",
             color=line.get_color(),
         )
-        left.annotate(
-            result.codec,
-            (it["wire_ratio"], it["kl_nats"]),
-            xytext=(6, 4),
-            textcoords="offset points",
-        )
     left.set_xlabel("wire ratio")
     left.set_ylabel("KL divergence, nats a token")
-    left.margins(x=0.3)
     right.set_xlabel("layer")
     right.set_ylabel("error of the attention output, %")
-    if lossy:
-        left.set_yscale("log")
-        right.set_yscale("log")
-        right.legend()
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (left, right):
+        axes.set_yscale("log")
         axes.grid(visible=True, alpha=0.3)
+    if lossy:
+        figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(path)
