@@ -88,6 +88,10 @@ struct Lanes {
   KVXFER_LANES_INLINE void store16(std::byte* to, Half value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
   }
+  KVXFER_LANES_INLINE void stream16(std::byte* to, Half value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  KVXFER_LANES_INLINE void fence() { _mm_sfence(); }
   KVXFER_LANES_INLINE Half load_bytes(const std::byte* from) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
@@ -107,11 +111,21 @@ struct Lanes {
   KVXFER_LANES_INLINE __m256 in_order(__m256 mixed) {
     return floats(_mm256_permute4x64_epi64(ints(mixed), 0xd8));
   }
+  KVXFER_LANES_INLINE __m256i first_half(Pair value) {
+    return ints(_mm256_permute2f128_ps(_mm256_unpacklo_ps(value.even, value.odd),
+                                       _mm256_unpackhi_ps(value.even, value.odd), 0x20));
+  }
+  KVXFER_LANES_INLINE __m256i second_half(Pair value) {
+    return ints(_mm256_permute2f128_ps(_mm256_unpacklo_ps(value.even, value.odd),
+                                       _mm256_unpackhi_ps(value.even, value.odd), 0x31));
+  }
   KVXFER_LANES_INLINE void store32(std::byte* to, Pair value) {
-    const __m256 low = _mm256_unpacklo_ps(value.even, value.odd);
-    const __m256 high = _mm256_unpackhi_ps(value.even, value.odd);
-    _mm256_storeu_ps(reinterpret_cast<float*>(to), _mm256_permute2f128_ps(low, high, 0x20));
-    _mm256_storeu_ps(reinterpret_cast<float*>(to + 32), _mm256_permute2f128_ps(low, high, 0x31));
+    store16(to, first_half(value));
+    store16(to + 32, second_half(value));
+  }
+  KVXFER_LANES_INLINE void stream32(std::byte* to, Pair value) {
+    stream16(to, first_half(value));
+    stream16(to + 32, second_half(value));
   }
 
   KVXFER_LANES_INLINE Pair from_bf16(Half value) {

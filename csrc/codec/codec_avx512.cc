@@ -87,6 +87,10 @@ struct Lanes {
 
   KVXFER_LANES_INLINE Half load16(const std::byte* from) { return _mm512_loadu_si512(from); }
   KVXFER_LANES_INLINE void store16(std::byte* to, Half value) { _mm512_storeu_si512(to, value); }
+  KVXFER_LANES_INLINE void stream16(std::byte* to, Half value) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
+  }
+  KVXFER_LANES_INLINE void fence() { _mm_sfence(); }
   KVXFER_LANES_INLINE Half load_bytes(const std::byte* from) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
@@ -101,11 +105,22 @@ struct Lanes {
     const __m512 high = _mm512_loadu_ps(from + 64);
     return {_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)};
   }
+  KVXFER_LANES_INLINE __m512 first_half(Pair value) {
+    const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm512_permutex2var_ps(value.even, order, value.odd);
+  }
+  KVXFER_LANES_INLINE __m512 second_half(Pair value) {
+    const __m512i order =
+        _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return _mm512_permutex2var_ps(value.even, order, value.odd);
+  }
   KVXFER_LANES_INLINE void store32(std::byte* to, Pair value) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    _mm512_storeu_ps(to, _mm512_permutex2var_ps(value.even, low, value.odd));
-    _mm512_storeu_ps(to + 64, _mm512_permutex2var_ps(value.even, high, value.odd));
+    _mm512_storeu_ps(to, first_half(value));
+    _mm512_storeu_ps(to + 64, second_half(value));
+  }
+  KVXFER_LANES_INLINE void stream32(std::byte* to, Pair value) {
+    stream16(to, ints(first_half(value)));
+    stream16(to + 64, ints(second_half(value)));
   }
 
   KVXFER_LANES_INLINE Pair from_bf16(Half value) {

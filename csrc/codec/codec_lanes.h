@@ -8,6 +8,7 @@
 //   Float, Half                   kStep / 2 floats; kStep 16-bit lanes
 //   Pair {even, odd}              kStep floats: the elements with even index and those with odd
 //   load16, store16, load32, store32, load_bytes, store_bytes     kStep elements, in their order
+//   stream16, stream32, fence     the stores past the caches, into whole aligned lines
 //   from_bf16, from_f16, to_f16, from_i16                         between Half and Pair
 //   low_words, high_words         the halves of a Pair's 32-bit lanes, as Half in their order
 //   what they do is plain from their names: fill, mul, add, sub, min, max, div, and32, max32,
@@ -117,15 +118,33 @@ struct Codec {
   }
 
   // Of values that tame_bits() lets through.
-  template <ElementType kElement>
+  template <ElementType kElement, bool kStream = false>
   KVXFER_LANES_INLINE void store(std::byte* to, Pair value) {
     if constexpr (kElement == ElementType::kFloat32) {
-      L::store32(to, value);
-    } else if constexpr (kElement == ElementType::kBFloat16) {
-      L::store16(to, L::high_words({round_to_bf16(value.even), round_to_bf16(value.odd)}));
+      if constexpr (kStream)
+        L::stream32(to, value);
+      else
+        L::store32(to, value);
     } else {
-      L::store16(to, L::to_f16(value));
+      Half halves;
+      if constexpr (kElement == ElementType::kFloat16)
+        halves = L::to_f16(value);
+      else
+        halves = L::high_words({round_to_bf16(value.even), round_to_bf16(value.odd)});
+      if constexpr (kStream)
+        L::stream16(to, halves);
+      else
+        L::store16(to, halves);
     }
+  }
+
+  // Whether the rows, cut into pieces of `unit` elements, are whole lines that can be written past
+  // the caches: that spares reading them first, which costs more than all the rest.
+  template <ElementType kElement>
+  KVXFER_LANES_INLINE bool can_stream(const DecodeJob& job, uint32_t unit) {
+    uintptr_t bits = job.content * bytes_of(kElement);
+    for (uint32_t r = 0; r < job.rows; ++r) bits |= reinterpret_cast<uintptr_t>(job.row[r]);
+    return bits % 64 == 0 && unit % kStep == 0 && job.content % kStep == 0;
   }
 
   // Largest magnitude's bits among `count` elements.
@@ -325,7 +344,7 @@ struct Codec {
     }
   }
 
-  template <Scheme kScheme, ElementType kElement>
+  template <Scheme kScheme, ElementType kElement, bool kStream>
   KVXFER_LANES_INLINE void decode_group(const std::byte* codes, uint32_t count, float scale,
                                         std::byte* to, Half& most) {
     constexpr size_t kBytes = bytes_of(kElement);
@@ -333,7 +352,7 @@ struct Codec {
     uint32_t i = 0;
     for (; i + kStep <= count; i += kStep) {
       const Pair numbers = numbers_of<kScheme>(L::load_bytes(codes + i), most);
-      store<kElement>(to + kBytes * i, mul(numbers, factor));
+      store<kElement, kStream>(to + kBytes * i, mul(numbers, factor));
     }
     if (i == count) return;
     Part part;
@@ -355,7 +374,7 @@ struct Codec {
     }
   }
 
-  template <Scheme kScheme, ElementType kElement>
+  template <Scheme kScheme, ElementType kElement, bool kStream>
   KVXFER_TARGET static bool decode_rows(const DecodeJob& job) {
     constexpr size_t kBytes = bytes_of(kElement);
     const uint32_t groups = (job.content + job.group - 1) / job.group;
@@ -374,16 +393,17 @@ struct Codec {
       }
       if (!tame) return false;
       for (uint32_t r = first; r < end; ++r) {
-        if (r + tile < job.rows) prefetch(job.row[r + tile], kBytes * job.content);
+        if (!kStream && r + tile < job.rows) prefetch(job.row[r + tile], kBytes * job.content);
         const std::byte* codes = job.codes + size_t{r} * job.content;
         for (uint32_t g = 0; g < groups; ++g) {
           const uint32_t begin = g * job.group;
-          decode_group<kScheme, kElement>(codes + begin, std::min(job.group, job.content - begin),
-                                          scale[(r - first) * groups + g],
-                                          job.row[r] + kBytes * begin, most);
+          decode_group<kScheme, kElement, kStream>(
+              codes + begin, std::min(job.group, job.content - begin),
+              scale[(r - first) * groups + g], job.row[r] + kBytes * begin, most);
         }
       }
     }
+    if constexpr (kStream) L::fence();
     return !is_float8_scheme(kScheme) ||
            L::reduce16(most) <= (kScheme == Scheme::kFloat8E4M3 ? 0x7e : 0x7b);
   }
@@ -510,7 +530,7 @@ struct Codec {
     return raw;
   }
 
-  template <ElementType kElement>
+  template <ElementType kElement, bool kStream>
   KVXFER_TARGET static bool decode_channels(const DecodeJob& job) {
     constexpr size_t kBytes = bytes_of(kElement);
     constexpr float kLargest = kElement == ElementType::kFloat16 ? 65504.0f : 0x1p100f;
@@ -536,14 +556,16 @@ struct Codec {
         scale_pairs[s] = L::load32(reinterpret_cast<const std::byte*>(scale + s * kStep));
       }
       for (uint32_t r = 0; r < job.rows; ++r) {
-        if (r + kAhead < job.rows) prefetch(job.row[r + kAhead] + kBytes * strip, kBytes * width);
+        if (!kStream && r + kAhead < job.rows) {
+          prefetch(job.row[r + kAhead] + kBytes * strip, kBytes * width);
+        }
         const std::byte* codes = job.codes + size_t{r} * job.content + strip;
         std::byte* to = job.row[r] + kBytes * strip;
         uint32_t at = 0;
         for (; at + kStep <= width; at += kStep) {
           const Pair x = numbers_of<Scheme::kInt8Channel>(L::load_bytes(codes + at), ignored);
-          store<kElement>(to + kBytes * at,
-                          add(mul(x, scale_pairs[at / kStep]), zero_pairs[at / kStep]));
+          store<kElement, kStream>(to + kBytes * at,
+                                   add(mul(x, scale_pairs[at / kStep]), zero_pairs[at / kStep]));
         }
         if (at == width) continue;
         Part part;
@@ -553,6 +575,7 @@ struct Codec {
         std::memcpy(to + kBytes * at, part.bytes, kBytes * (width - at));
       }
     }
+    if constexpr (kStream) L::fence();
     return true;
   }
 
@@ -567,10 +590,13 @@ struct Codec {
   // What is tame needs no clamping, so nothing is added to `clamped`.
   template <Scheme kScheme, ElementType kElement>
   KVXFER_TARGET static bool decode(const DecodeJob& job, uint64_t&) {
-    if constexpr (kScheme == Scheme::kInt8Channel)
-      return decode_channels<kElement>(job);
-    else
-      return decode_rows<kScheme, kElement>(job);
+    if constexpr (kScheme == Scheme::kInt8Channel) {
+      return can_stream<kElement>(job, job.content) ? decode_channels<kElement, true>(job)
+                                                    : decode_channels<kElement, false>(job);
+    } else {
+      return can_stream<kElement>(job, job.group) ? decode_rows<kScheme, kElement, true>(job)
+                                                  : decode_rows<kScheme, kElement, false>(job);
+    }
   }
 
   template <ElementType kFrom, ElementType kTo>

@@ -69,6 +69,10 @@ struct Lanes {
   KVXFER_LANES_INLINE void store16(std::byte* to, Half value) {
     vst1q_u8(reinterpret_cast<uint8_t*>(to), vreinterpretq_u8_u16(value));
   }
+  // Arm cores detect a run of full-line stores and stop reading the lines by themselves.
+  KVXFER_LANES_INLINE void stream16(std::byte* to, Half value) { store16(to, value); }
+  KVXFER_LANES_INLINE void stream32(std::byte* to, Pair value) { store32(to, value); }
+  KVXFER_LANES_INLINE void fence() {}
   KVXFER_LANES_INLINE Half load_bytes(const std::byte* from) {
     return vmovl_u8(vld1_u8(reinterpret_cast<const uint8_t*>(from)));
   }
