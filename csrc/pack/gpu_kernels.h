@@ -47,17 +47,15 @@ KVXFER_PANEL_KERNEL(kvxfer_check_chunks, check_chunk)
 KVXFER_PANEL_KERNEL(kvxfer_put_raw_rows, put_raw_rows)
 
 // kvxfer_pack_e4m3_bfloat16_128: rows of 128 elements.
-#define KVXFER_FAST_KERNELS(scheme, scheme_number, element, element_number)                  \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_64,                                 \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 1>) \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_128,                                \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 2>) \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_256,                                \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 4>) \
-  KVXFER_PANEL_KERNEL(kvxfer_pack_##scheme##_##element##_576,                                \
-                      pack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number, 9>) \
-  KVXFER_PANEL_KERNEL(kvxfer_unpack_##scheme##_##element,                                    \
-                      unpack_rows<kvxfer::gpu::scheme_number, kvxfer::gpu::element_number>)
+#define KVXFER_FAST_KERNELS(scheme, scheme_number, element, element_number)    \
+  KVXFER_FAST_PAIR(scheme##_##element##_64, scheme_number, element_number, 1)  \
+  KVXFER_FAST_PAIR(scheme##_##element##_128, scheme_number, element_number, 2) \
+  KVXFER_FAST_PAIR(scheme##_##element##_256, scheme_number, element_number, 4) \
+  KVXFER_FAST_PAIR(scheme##_##element##_576, scheme_number, element_number, 9)
+#define KVXFER_FAST_PAIR(name, scheme, element, n)                                                 \
+  KVXFER_PANEL_KERNEL(kvxfer_pack_##name, pack_rows<kvxfer::gpu::scheme, kvxfer::gpu::element, n>) \
+  KVXFER_PANEL_KERNEL(kvxfer_unpack_##name,                                                        \
+                      unpack_rows<kvxfer::gpu::scheme, kvxfer::gpu::element, n>)
 
 KVXFER_FAST_KERNELS(e4m3, kE4M3, bfloat16, kBFloat16)
 KVXFER_FAST_KERNELS(e4m3, kE4M3, float16, kFloat16)
@@ -66,6 +64,7 @@ KVXFER_FAST_KERNELS(e5m2, kE5M2, float16, kFloat16)
 KVXFER_FAST_KERNELS(int8, kInt8, bfloat16, kBFloat16)
 KVXFER_FAST_KERNELS(int8, kInt8, float16, kFloat16)
 
+#undef KVXFER_FAST_PAIR
 #undef KVXFER_FAST_KERNELS
 #undef KVXFER_PANEL_KERNEL
 

@@ -72,34 +72,25 @@ KVXFER_DEVICE void store_scale(float scale, uint32_t format, char* at) {
   }
 }
 
-KVXFER_DEVICE float clamp(float value, float largest) {
-  const float below = value < largest ? value : largest;
-  return below > -largest ? below : -largest;
-}
-
 // 0x80 becomes 0x00, in each byte.
 KVXFER_DEVICE uint32_t drop_negative_zeros(uint32_t codes) {
   const uint32_t magnitudes = codes & 0x7f7f7f7f;
   return codes & ((magnitudes + 0x7f7f7f7f) | 0x7f7f7f7f);
 }
 
+KVXFER_DEVICE uint32_t int8_code(float scaled) {
+  return static_cast<uint32_t>(round_even(clamp(scaled, 127.0f))) & 0xff;
+}
+
 // Four scaled values to four codes.
 template <uint32_t kScheme>
 KVXFER_DEVICE uint32_t encode4(float a, float b, float c, float d) {
-  constexpr float kLargest = largest_code(kScheme);
-  a = clamp(a, kLargest);
-  b = clamp(b, kLargest);
-  c = clamp(c, kLargest);
-  d = clamp(d, kLargest);
   if constexpr (kScheme == kE4M3) {
     return drop_negative_zeros(fp8_e4m3x4(a, b, c, d));
   } else if constexpr (kScheme == kE5M2) {
     return drop_negative_zeros(fp8_e5m2x4(a, b, c, d));
   } else {
-    return (static_cast<uint32_t>(round_even(a)) & 0xff) |
-           (static_cast<uint32_t>(round_even(b)) & 0xff) << 8 |
-           (static_cast<uint32_t>(round_even(c)) & 0xff) << 16 |
-           static_cast<uint32_t>(round_even(d)) << 24;
+    return int8_code(a) | int8_code(b) << 8 | int8_code(c) << 16 | int8_code(d) << 24;
   }
 }
 

@@ -31,14 +31,13 @@ KVXFER_DEVICE float high_value(uint32_t word) {
   return wide_value<kElement>(word >> 16);
 }
 
+KVXFER_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 KVXFER_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-KVXFER_DEVICE uint32_t largest_magnitude(const Vec16& elements, uint32_t amax) {
+// Of even and of odd elements: in the two halves.
+KVXFER_DEVICE uint32_t largest_magnitudes(const Vec16& elements, uint32_t amax) {
   KVXFER_UNROLL
-  for (uint32_t i = 0; i < 4; ++i) {
-    amax = larger(amax, elements.word[i] & 0x7fff);
-    amax = larger(amax, elements.word[i] >> 16 & 0x7fff);
-  }
+  for (uint32_t i = 0; i < 4; ++i) amax = max_halves(amax, elements.word[i] & 0x7fff7fff);
   return amax;
 }
 
@@ -68,8 +67,11 @@ KVXFER_DEVICE void pack_rows(const PanelLaunch& launch) {
   const uint32_t member = thread_id() % kTeam;
   WordDigest digest;
   const uint32_t begin = group_x() * launch.per_group;
-  for (uint32_t i = begin; i < begin + launch.per_group && i < launch.count; ++i) {
-    const PanelEntry entry = launch.entries[launch.order[i]];
+  const uint32_t end = smaller(begin + launch.per_group, launch.count);
+  PanelEntry next = launch.entries[launch.order[begin]];
+  for (uint32_t i = begin; i < end; ++i) {
+    const PanelEntry entry = next;
+    if (i + 1 < end) next = launch.entries[launch.order[i + 1]];  // on its way meanwhile
     const PanelView view = launch.views[entry.view];
     const PanelKind kind = launch.kinds[entry.kind];
     const PanelChunk chunk = launch.chunks[entry.chunk];
@@ -93,7 +95,8 @@ KVXFER_DEVICE void pack_rows(const PanelLaunch& launch) {
         const uint32_t row = first + r * kTeams + team;
         uint32_t amax = 0;
         KVXFER_UNROLL
-        for (uint32_t n = 0; n < kN; ++n) amax = largest_magnitude(elements[r][n], amax);
+        for (uint32_t n = 0; n < kN; ++n) amax = largest_magnitudes(elements[r][n], amax);
+        amax = larger(amax & 0xffff, amax >> 16);
         KVXFER_UNROLL
         for (uint32_t mask = 1; mask < kTeam; mask *= 2) {
           amax = larger(amax, shuffle_xor(amax, mask));
@@ -146,7 +149,7 @@ KVXFER_DEVICE void pack_rows(const PanelLaunch& launch) {
   digest.leave(launch.states);
 }
 
-// The common case costs no more than the arithmetic; what has no number takes the long way.
+// Whether none of four codes is NaN or infinity.
 template <uint32_t kScheme>
 KVXFER_DEVICE bool all_finite(uint32_t codes) {
   if constexpr (kScheme == kE4M3) {
@@ -158,14 +161,17 @@ KVXFER_DEVICE bool all_finite(uint32_t codes) {
   }
 }
 
+// The value of a finite code in the upper 8 bits.
 template <uint32_t kScheme>
-KVXFER_DEVICE float decode_finite(uint32_t code) {
+KVXFER_DEVICE float decode_upper(uint32_t codes) {
+  const auto signed_codes = static_cast<int32_t>(codes);
   if constexpr (kScheme == kInt8) {
-    return decode<kInt8>(code);
+    // Counts from 1.5 * 2^23, where the last place is 1; a conversion would take longer.
+    return bits_float(0x4b400000u + static_cast<uint32_t>(signed_codes >> 24)) - 12582912.0f;
+  } else if constexpr (kScheme == kE4M3) {
+    return bits_float(static_cast<uint32_t>(signed_codes >> 4) & 0x87f00000) * 0x1p120f;
   } else {
-    constexpr uint32_t kMantissa = kScheme == kE4M3 ? 3 : 2;
-    constexpr uint32_t kBias = kScheme == kE4M3 ? 7 : 15;
-    return with_sign(small_magnitude(code & 0x7f, kMantissa, kBias), (code & 0x80) != 0);
+    return bits_float(static_cast<uint32_t>(signed_codes >> 3) & 0x8fe00000) * 0x1p112f;
   }
 }
 
@@ -178,64 +184,90 @@ KVXFER_DEVICE uint32_t to_wide(float value, uint32_t& clamped) {
   }
 }
 
+// `ordinary`: the scale is one of which no finite code becomes too large for bfloat16.
 template <uint32_t kScheme, uint32_t kElement>
-KVXFER_DEVICE Vec16 decode8(const Vec8& codes, float scale, uint32_t& clamped) {
+KVXFER_DEVICE Vec16 decode8(const Vec8& codes, float scale, bool ordinary, uint32_t& clamped) {
   Vec16 elements;
   KVXFER_UNROLL
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t pair = codes.word[i / 2] >> (i % 2 * 16);
-    float low = 0, high = 0;
-    if (all_finite<kScheme>(codes.word[i / 2])) {
-      low = decode_finite<kScheme>(pair & 0xff);
-      high = decode_finite<kScheme>(pair >> 8 & 0xff);
+  for (uint32_t i = 0; i < 2; ++i) {
+    const uint32_t word = codes.word[i];
+    if (ordinary && all_finite<kScheme>(word)) {
+      const float a = decode_upper<kScheme>(word << 24) * scale;
+      const float b = decode_upper<kScheme>(word << 16) * scale;
+      const float c = decode_upper<kScheme>(word << 8) * scale;
+      const float d = decode_upper<kScheme>(word) * scale;
+      if constexpr (kElement == kBFloat16) {
+        elements.word[2 * i] = round_bfloat16x2(a, b);
+        elements.word[2 * i + 1] = round_bfloat16x2(c, d);
+      } else {
+        elements.word[2 * i] = to_float16(a, clamped) | to_float16(b, clamped) << 16;
+        elements.word[2 * i + 1] = to_float16(c, clamped) | to_float16(d, clamped) << 16;
+      }
     } else {
-      low = decode<kScheme>(pair & 0xff);
-      high = decode<kScheme>(pair >> 8 & 0xff);
+      KVXFER_UNROLL
+      for (uint32_t k = 0; k < 4; k += 2) {
+        const float low = decode<kScheme>(word >> k * 8 & 0xff) * scale;
+        const float high = decode<kScheme>(word >> (k + 1) * 8 & 0xff) * scale;
+        elements.word[2 * i + k / 2] =
+            to_wide<kElement>(low, clamped) | to_wide<kElement>(high, clamped) << 16;
+      }
     }
-    elements.word[i] =
-        to_wide<kElement>(low * scale, clamped) | to_wide<kElement>(high * scale, clamped) << 16;
   }
   return elements;
 }
 
-template <uint32_t kScheme, uint32_t kElement>
+// Rows of 64 * kN elements.
+template <uint32_t kScheme, uint32_t kElement, uint32_t kN>
 KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
+  constexpr uint32_t kRows = kN == 1 ? 4 : kN <= 4 ? 2 : 1;  // of a team at once
+  constexpr uint32_t kContent = 64 * kN;
+  const uint32_t team = thread_id() / kTeam;
+  const uint32_t member = thread_id() % kTeam;
   WordDigest digest;
   uint32_t clamped = 0;
   const uint32_t begin = group_x() * launch.per_group;
-  for (uint32_t i = begin; i < begin + launch.per_group && i < launch.count; ++i) {
-    const PanelEntry entry = launch.entries[launch.order[i]];
+  const uint32_t end = smaller(begin + launch.per_group, launch.count);
+  PanelEntry next = launch.entries[launch.order[begin]];
+  for (uint32_t i = begin; i < end; ++i) {
+    const PanelEntry entry = next;
+    if (i + 1 < end) next = launch.entries[launch.order[i + 1]];  // on its way meanwhile
     if (launch.states[entry.chunk].refused != 0) continue;
     const PanelView view = launch.views[entry.view];
-    const PanelKind kind = launch.kinds[entry.kind];
+    const uint32_t format = launch.kinds[entry.kind].scale_format;
     const char* wire = address_of(launch.chunks[entry.chunk].wire);
-    const uint32_t format = kind.scale_format;
-    const uint32_t content = kind.content;
-    const uint32_t codes_bytes = entry.rows * content;
-    const char* scales = wire + entry.wire + codes_bytes;
+    const uint32_t scales = entry.wire + entry.rows * kContent;
     digest.enter(launch.states, entry.chunk, entry.wire / 8 % 8);
-    const uint32_t words = codes_bytes / 8;
-    const uint32_t row_words = content / 8;
-    for (uint32_t first = 0; first < words; first += kThreads * kUnroll) {
-      Vec8 codes[kUnroll];
+    for (uint32_t first = 0; first < entry.rows; first += kTeams * kRows) {
+      Vec8 codes[kRows][kN];
+      float scale[kRows];
+      char* to[kRows];
       KVXFER_UNROLL
-      for (uint32_t k = 0; k < kUnroll; ++k) {
-        const uint32_t word = first + k * kThreads + thread_id();
-        if (word < words) codes[k] = load_once<Vec8>(wire + entry.wire + word * 8);
+      for (uint32_t r = 0; r < kRows; ++r) {
+        const uint32_t given = first + r * kTeams + team;
+        const uint32_t row = given < entry.rows ? given : 0;
+        scale[r] = load_scale(wire + scales + row * scale_size(format), format);
+        to[r] = row_at(launch, entry, view, row) + member * 16;
+        KVXFER_UNROLL
+        for (uint32_t n = 0; n < kN; ++n) {
+          codes[r][n] =
+              load_once<Vec8>(wire + entry.wire + row * kContent + (n * kTeam + member) * 8);
+        }
       }
       KVXFER_UNROLL
-      for (uint32_t k = 0; k < kUnroll; ++k) {
-        const uint32_t word = first + k * kThreads + thread_id();
-        if (word >= words) continue;
-        const uint32_t row = word / row_words;
-        const float scale = load_scale(scales + row * scale_size(format), format);
-        char* to = row_at(launch, entry, view, row) + (word - row * row_words) * 16;
-        store_once<Vec16>(to, decode8<kScheme, kElement>(codes[k], scale, clamped));
-        digest.add(entry.wire + word * 8, codes[k]);
+      for (uint32_t r = 0; r < kRows; ++r) {
+        const uint32_t row = first + r * kTeams + team;
+        if (row >= entry.rows) continue;
+        const bool ordinary = float_bits(scale[r]) < 227u << 23;
+        const uint32_t at = entry.wire + row * kContent + member * 8;
+        KVXFER_UNROLL
+        for (uint32_t n = 0; n < kN; ++n) {
+          store_once<Vec16>(to[r] + n * kTeam * 16,
+                            decode8<kScheme, kElement>(codes[r][n], scale[r], ordinary, clamped));
+          digest.add(at + n * kTeam * 8, codes[r][n]);
+        }
       }
     }
-    const uint32_t scale_bytes = up16(entry.rows * scale_size(format));
-    digest_words(digest, wire, entry.wire + codes_bytes, entry.wire + codes_bytes + scale_bytes);
+    digest_words(digest, wire, scales, scales + up16(entry.rows * scale_size(format)));
     if (clamped != 0) {
       add_global(&launch.states[entry.chunk].clamped, uint64_t{clamped});
       clamped = 0;

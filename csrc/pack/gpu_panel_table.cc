@@ -76,13 +76,12 @@ std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool p
   const bool wide = half || element == static_cast<uint8_t>(ElementType::kBFloat16);
   const bool by_row = kind.group == kind.content && kind.scheme >= 1 && kind.scheme <= 3;
   const uint32_t content = kind.content;
-  const bool size = pack ? content == 64 || content == 128 || content == 256 || content == 576
-                         : content % 64 == 0;
+  const bool size = content == 64 || content == 128 || content == 256 || content == 576;
   const std::string verb = pack ? "kvxfer_pack_" : "kvxfer_unpack_";
   if (!aligned || !wide || !by_row || !size || view.own.scale != 1.0f) return verb + "panels";
   const char* const schemes[] = {"", "e4m3", "e5m2", "int8"};
-  const std::string name = verb + schemes[kind.scheme] + (half ? "_float16" : "_bfloat16");
-  return pack ? name + "_" + std::to_string(content) : name;
+  return verb + schemes[kind.scheme] + (half ? "_float16_" : "_bfloat16_") +
+         std::to_string(content);
 }
 
 GpuPanelTable::Panel GpuPanelTable::panel(uint32_t index) const {

@@ -63,7 +63,7 @@ amd() {
   has "$target" kvxfer_pack_e4m3_bfloat16_128 global_load_dwordx4 "$work/$target.s"
   has "$target" kvxfer_pack_e4m3_bfloat16_128 v_cvt_pk_fp8_f32 "$work/$target.s"
   has "$target" kvxfer_pack_e5m2_bfloat16_128 v_cvt_pk_bf8_f32 "$work/$target.s"
-  has "$target" kvxfer_unpack_e4m3_bfloat16 global_store_dwordx4 "$work/$target.s"
+  has "$target" kvxfer_unpack_e4m3_bfloat16_128 global_store_dwordx4 "$work/$target.s"
 }
 
 nvidia() {
@@ -93,7 +93,7 @@ nvidia() {
     has "$target" "$kernel" 'st.global.*v4' "$work/$target.s"
   done
   has "$target" kvxfer_pack_e4m3_bfloat16_128 'ld.global.*v4' "$work/$target.s"
-  has "$target" kvxfer_unpack_e4m3_bfloat16 'st.global.*v4' "$work/$target.s"
+  has "$target" kvxfer_unpack_e4m3_bfloat16_128 'st.global.*v4' "$work/$target.s"
   [[ $target = sm_80 ]] && return  # has no instruction for it
   has "$target" kvxfer_pack_e4m3_bfloat16_128 'cvt.rn.satfinite.e4m3x2.f32' "$work/$target.s"
   has "$target" kvxfer_pack_e5m2_bfloat16_128 'cvt.rn.satfinite.e5m2x2.f32' "$work/$target.s"

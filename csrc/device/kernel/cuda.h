@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
@@ -72,6 +73,15 @@ KVXFER_DEVICE float half_float(uint32_t bits) {
 }
 KVXFER_DEVICE uint32_t float_half(float value) { return __half_as_ushort(__float2half_rn(value)); }
 
+KVXFER_DEVICE float clamp(float value, float largest) {
+  return fmaxf(fminf(value, largest), -largest);
+}
+KVXFER_DEVICE uint32_t max_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+KVXFER_DEVICE uint32_t round_bfloat16x2(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return __bfloat16_as_ushort(both.x) | uint32_t{__bfloat16_as_ushort(both.y)} << 16;
+}
+
 // Cheaper than a conversion, which runs at a quarter of the rate: rounds at the last place of 1.5 *
 // 2^23.
 KVXFER_DEVICE int32_t round_even(float value) {
@@ -99,10 +109,10 @@ KVXFER_DEVICE uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
 }
 #else
 KVXFER_DEVICE uint32_t fp8_e4m3x4(float a, float b, float c, float d) {
-  return soft_fp8x4<3, 7>(a, b, c, d);
+  return soft_fp8x4<3, 7>(clamp(a, 448), clamp(b, 448), clamp(c, 448), clamp(d, 448));
 }
 KVXFER_DEVICE uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
-  return soft_fp8x4<2, 15>(a, b, c, d);
+  return soft_fp8x4<2, 15>(clamp(a, 57344), clamp(b, 57344), clamp(c, 57344), clamp(d, 57344));
 }
 #endif
 

@@ -1,6 +1,8 @@
 #ifndef KVXFER_DEVICE_KERNEL_DEVICE_H_
 #define KVXFER_DEVICE_KERNEL_DEVICE_H_
 
+// clang-format off: tables
+//
 // What kernels are written in: one source for three back ends.
 //
 //   cuda.h  nvcc
@@ -9,25 +11,30 @@
 //
 // Each defines, in kvxfer::gpu:
 //
-//   KVXFER_DEVICE               attributes of a device function
-//   KVXFER_KERNEL(threads)      attributes of an entry point that is launched with so many threads
-//   KVXFER_SHARED               storage class of a variable that a workgroup shares, not
-//   initialised KVXFER_UNROLL               before a loop with constant bounds kWave threads that
-//   run in lockstep: 32 or 64 thread_id(), group_x(), group_y() barrier()                   for all
-//   threads of the workgroup, orders shared and global memory shuffle_xor(value, mask)    the value
-//   of thread `thread_id() ^ mask`; mask < kWave, a constant;
-//                               all threads of the wave take part
-//   add_global, add_shared, or_shared    atomic, relaxed
-//   load<T>, store<T>           T of 1, 2, 4, 8 or 16 bytes, aligned, in global memory
-//   load_once<T>, store_once<T> the same, for what nobody reads again soon
-//   float_bits, bits_float
-//   fp8_e4m3x4, fp8_e5m2x4      four floats, each within +-largest, to four OCP bytes, rounded to
-//                               nearest even; a zero may come out as 0x80
-//   half_float, float_half      float16 bits to float32 (exact) and back (|value| <= 65504)
-//   round_even                  to an integer, of a float within +-2^22
+//   KVXFER_DEVICE            attributes of a device function
+//   KVXFER_KERNEL(threads)   attributes of an entry point that is launched with so many threads
+//   KVXFER_SHARED            storage class of a variable that a workgroup shares, not initialised
+//   KVXFER_UNROLL            before a loop with constant bounds
+//   kWave                    threads that run in lockstep: 32 or 64
+//   thread_id(), group_x(), group_y()
+//   barrier()                for all threads of the workgroup; orders shared and global memory
+//   shuffle_xor(value, mask) the value of thread `thread_id() ^ mask`; mask < kWave, a constant; all
+//                            threads of the wave take part
+//   add_global, add_shared, or_shared   atomic, relaxed
+//   load<T>, store<T>        T of 1, 2, 4, 8 or 16 bytes, aligned, in global memory
+//   load_once<T>, store_once<T>         the same, for what nobody reads again soon
+//   float_bits, bits_float   a float's bits
+//   half_float, float_half   float16 bits to float32 (exact) and back (|value| <= 65504)
+//   fp8_e4m3x4, fp8_e5m2x4   four floats, clamped to +-largest, to four OCP bytes, rounded to nearest
+//                            even; a zero may come out as 0x80
+//   round_bfloat16x2(low, high)         to nearest even; both finite and within bfloat16's largest
+//   round_even               to an integer, of a float within +-2^22
+//   clamp(value, largest)    to +-largest
+//   max_halves               of each unsigned 16-bit half
 //
-// Floating-point contraction is off (-fmad=false, -ffp-contract=off): results are those of the
-// host.
+// Floating-point contraction is off (-fmad=false, -ffp-contract=off): results are the host's.
+//
+// clang-format on
 
 #include <cstdint>
 

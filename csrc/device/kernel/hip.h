@@ -106,6 +106,23 @@ KVXFER_DEVICE uint32_t float_half(float value) {
   return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value));
 }
 
+KVXFER_DEVICE float clamp(float value, float largest) {
+  return __builtin_amdgcn_fmed3f(value, largest, -largest);
+}
+
+typedef uint16_t HipHalves __attribute__((ext_vector_type(2)));
+KVXFER_DEVICE uint32_t max_halves(uint32_t a, uint32_t b) {
+  return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(HipHalves, a),
+                                                                __builtin_bit_cast(HipHalves, b)));
+}
+KVXFER_DEVICE uint32_t round_bfloat16(float value) {
+  const uint32_t bits = float_bits(value);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+KVXFER_DEVICE uint32_t round_bfloat16x2(float low, float high) {
+  return round_bfloat16(low) >> 16 | (round_bfloat16(high) & 0xffff0000);
+}
+
 KVXFER_DEVICE int32_t round_even(float value) {
   return static_cast<int32_t>(__builtin_rintf(value));
 }
@@ -118,14 +135,16 @@ constexpr float kDialect = 0.5f;
 constexpr float kDialect = 1.0f;
 #endif
 
+KVXFER_DEVICE float scaled(float value, float largest) { return clamp(value, largest) * kDialect; }
+
 KVXFER_DEVICE uint32_t fp8_e4m3x4(float a, float b, float c, float d) {
-  int codes = __builtin_amdgcn_cvt_pk_fp8_f32(a * kDialect, b * kDialect, 0, false);
-  codes = __builtin_amdgcn_cvt_pk_fp8_f32(c * kDialect, d * kDialect, codes, true);
+  int codes = __builtin_amdgcn_cvt_pk_fp8_f32(scaled(a, 448), scaled(b, 448), 0, false);
+  codes = __builtin_amdgcn_cvt_pk_fp8_f32(scaled(c, 448), scaled(d, 448), codes, true);
   return static_cast<uint32_t>(codes);
 }
 KVXFER_DEVICE uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
-  int codes = __builtin_amdgcn_cvt_pk_bf8_f32(a * kDialect, b * kDialect, 0, false);
-  codes = __builtin_amdgcn_cvt_pk_bf8_f32(c * kDialect, d * kDialect, codes, true);
+  int codes = __builtin_amdgcn_cvt_pk_bf8_f32(scaled(a, 57344), scaled(b, 57344), 0, false);
+  codes = __builtin_amdgcn_cvt_pk_bf8_f32(scaled(c, 57344), scaled(d, 57344), codes, true);
   return static_cast<uint32_t>(codes);
 }
 

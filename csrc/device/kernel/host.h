@@ -1,6 +1,7 @@
 #ifndef KVXFER_DEVICE_KERNEL_HOST_H_
 #define KVXFER_DEVICE_KERNEL_HOST_H_
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -73,11 +74,25 @@ inline uint32_t float_half(float value) {
   return (bits >> 16 & 0x8000) | soft_round<10, 15>(bits & 0x7fffffff);
 }
 
+inline float clamp(float value, float largest) {
+  return value > largest ? largest : value < -largest ? -largest : value;
+}
+inline uint32_t max_halves(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
+inline uint32_t round_bfloat16(float value) {
+  const uint32_t bits = float_bits(value);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+inline uint32_t round_bfloat16x2(float low, float high) {
+  return round_bfloat16(low) >> 16 | (round_bfloat16(high) & 0xffff0000);
+}
+
 inline uint32_t fp8_e4m3x4(float a, float b, float c, float d) {
-  return soft_fp8x4<3, 7>(a, b, c, d);
+  return soft_fp8x4<3, 7>(clamp(a, 448), clamp(b, 448), clamp(c, 448), clamp(d, 448));
 }
 inline uint32_t fp8_e5m2x4(float a, float b, float c, float d) {
-  return soft_fp8x4<2, 15>(a, b, c, d);
+  return soft_fp8x4<2, 15>(clamp(a, 57344), clamp(b, 57344), clamp(c, 57344), clamp(d, 57344));
 }
 
 }  // namespace kvxfer::gpu
