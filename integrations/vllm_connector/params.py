@@ -35,8 +35,15 @@ class Remote:
     """Of the tokens on offer; None in the concurrent flow."""
     fields: Mapping[str, str]
     decode_tp_size: int
+    lease: float
+    """Seconds."""
     transfer: str | None
     agents: Mapping[str, Any]
+
+    @property
+    def offer(self) -> str:
+        """Names what is on offer, among all prefill engines."""
+        return f"{self.engine}/{self.request}"
 
 
 def prompt_digest(request: Any, num_tokens: int) -> str:  # noqa: ANN401 - vllm's Request
@@ -119,6 +126,7 @@ def parse(params: Mapping[str, Any]) -> Remote:
             digest=str(ours["digest"]) if tickets else None,
             fields={str(name): str(value) for name, value in dict(ours["fields"]).items()},
             decode_tp_size=int(ours.get("decode_tp_size", 1)),
+            lease=float(ours.get("lease", 30)),
             transfer=None if tickets else str(transfer),
             agents=agents,
         )

@@ -36,7 +36,7 @@ from .tickets import (
     templates,
 )
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
 _REMEMBERED = 4096  # tickets that were used: siblings of n > 1 find the prefix in the local cache
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -135,10 +135,10 @@ class Scheduler:
         if count <= 0:
             return 0, False
         if plan.remote is not None:
-            leader = self._leaders.get(plan.remote.request)
+            leader = self._leaders.get(plan.remote.offer)
             if leader is not None and leader != request.request_id:
                 return None, False  # a sibling loads the same; its prefix will be here then
-            if plan.remote.request in self._used:
+            if plan.remote.offer in self._used:
                 return 0, False
         return count, True
 
@@ -160,7 +160,7 @@ class Scheduler:
                 refused = ("mismatch", str(error))
         if refused is not None:
             logger.error("Request %s is not loaded: %s", request.request_id, refused[1])
-        offer = remote.request if remote is not None else request.request_id
+        offer = remote.offer if remote is not None else request.request_id
         self._remember(offer, request.request_id)
         self._loading[request.request_id] = offer
         peer = remote.engine if remote is not None else "unknown"
@@ -173,15 +173,8 @@ class Scheduler:
                 self._orders.withdraw.append(request)
         if self._early:
             self._offer_early(output)
-        now = time.monotonic()
-        if self._plans and now - self._renewed > self._settings.lease / 3:
-            self._renewed = now
-            self._orders.renew += [
-                ticket
-                for plan in self._plans.values()
-                if plan.remote is not None and plan.refused is None
-                for ticket in plan.remote.tickets.values()
-            ]
+        if self._plans:
+            self._renew()
         orders, self._orders = self._orders, StepOrders()
         return orders
 
@@ -243,6 +236,19 @@ class Scheduler:
         """Whether blocks of finished requests wait for their consumers."""
         return bool(self._sending)
 
+    def _renew(self) -> None:
+        """Keep what waiting requests will fetch from expiring."""
+        remotes = [
+            plan.remote
+            for plan in self._plans.values()
+            if plan.remote is not None and plan.refused is None and plan.remote.tickets
+        ]
+        now = time.monotonic()
+        if remotes and now - self._renewed > min(remote.lease for remote in remotes) / 3:
+            self._renewed = now
+            for remote in remotes:
+                self._orders.renew += remote.tickets.values()
+
     def _hold(self, request: str) -> None:
         self._sending.add(request)
         self._orders.hold.append(request)
@@ -267,6 +273,7 @@ class Scheduler:
                 "digest": wire.prompt_digest(request, tokens),
                 "fields": self._fields,
                 "decode_tp_size": self._settings.decode_tp_size,
+                "lease": self._settings.lease,
                 "agents": self._templates,
             },
         )
@@ -415,8 +422,8 @@ class Scheduler:
     def _decline(self, plan: _Plan, request: Any) -> None:  # noqa: ANN401
         """Tell the prefill side that nobody will fetch this, unless somebody has."""
         remote = plan.remote
-        if remote is None or remote.request in self._used:
+        if remote is None or remote.offer in self._used:
             return
-        self._used[remote.request] = None
+        self._used[remote.offer] = None
         tickets = remote.tickets or self._tickets_of_transfer(remote, request)
         self._orders.decline += tickets.items()

@@ -26,7 +26,7 @@ from .messages import (
 from .settings import Settings
 from .stats import Stats
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
 # After these the prefill side knows, or cannot be told.
@@ -83,7 +83,8 @@ class Worker:
         listen = None
         if transfer.is_kv_producer:
             host = settings.host or (_own_address() if config.secret else "127.0.0.1")
-            port = settings.port + parallel.rank if settings.port else 0
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            port = settings.port + rank if settings.port else 0
             listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             if config.transport == "loopback":
                 listen = "loopback:"
@@ -249,7 +250,10 @@ class Worker:
         if order.refused is None:
             for part in order.parts:
                 local = self._caches.get(part.key)
-                if local is None or part.first >= part.end:
+                if local is None:
+                    continue
+                if part.first >= part.end:
+                    self._decline(part.key, part.ticket)
                     continue
                 try:
                     fetch = self._agent.fetch(

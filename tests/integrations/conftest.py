@@ -56,9 +56,8 @@ def log() -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     handler = Handler()
-    # Loggers of vLLM below "vllm" share its handlers; ours are named by their module.
     loggers = [
-        logging.getLogger(f"kvxfer.integrations.vllm_connector.{name}")
+        logging.getLogger(f"vllm.kvxfer.integrations.vllm_connector.{name}")
         for name in ("scheduler", "worker", "connector")
     ]
     for logger in loggers:
