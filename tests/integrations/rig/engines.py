@@ -121,8 +121,10 @@ def start_engine(
     block_size: int = 32,
     dtype: str = "float32",
     policy: str = "recompute",
+    connector: str = "KvxferConnector",
     module: str | None = None,
     options: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> Server:
     """Start an engine without waiting for it; `role` None is one without a connector."""
     port = free_port()
@@ -133,7 +135,7 @@ def start_engine(
     command += ["--host", "127.0.0.1", *options]
     if role is not None:
         transfer = {
-            "kv_connector": "KvxferConnector",
+            "kv_connector": connector,
             "kv_role": role,
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},
@@ -150,6 +152,7 @@ def start_engine(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "PYTHONPATH": os.pathsep.join([str(RIG), os.environ.get("PYTHONPATH", "")]),
+        **(env or {}),
     }
     return Server(command, port, log, settings)
 
