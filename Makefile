@@ -32,6 +32,9 @@ demo: build  ## move a KV cache between two processes (ARGS="--json" passes opti
 test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" goes to pytest)
 	@echo "==> C++ tests"
 	@build/release/kvxfer_tests --no-intro
+	@echo "==> GPU kernels, as fibers on the CPU"
+	@build/release/kvxfer_gpu_tests_32 --no-intro
+	@build/release/kvxfer_gpu_tests_64 --no-intro
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
 

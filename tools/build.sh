@@ -64,6 +64,7 @@ say "building $dir"
 targets=()
 [[ $module == ON ]] && targets+=(_core)
 [[ $tests == ON ]] && targets+=(kvxfer_tests)
+[[ $tests == ON && $flavour != tsan ]] && targets+=(kvxfer_gpu_tests_32 kvxfer_gpu_tests_64)
 compile() {
   NINJA_STATUS='  [%f/%t] ' cmake --build "$dir" --parallel "$(jobs)" --target "${targets[@]}"
 }
