@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kWorthIt = 0.9;
 
-// A small cache in bfloat16 with numbers like those of a model.
+// A cache in bfloat16 with numbers like those of a model, larger than what one core keeps to itself.
 class Sample {
  public:
   Sample() : memory_(kBytes) {
@@ -55,7 +55,7 @@ class Sample {
     return PanelPlan(layout_, table_, slice(), {0, 1}, format);
   }
 
-  static constexpr uint32_t kHeads = 4, kTokens = 128, kBlock = 16, kContent = 128;
+  static constexpr uint32_t kHeads = 4, kTokens = 1024, kBlock = 16, kContent = 128;
   static constexpr size_t kBytes = size_t{2} * 2 * kHeads * kTokens * kContent;
 
  private:
