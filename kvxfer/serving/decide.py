@@ -35,6 +35,7 @@ class Reason(str, enum.Enum):
     LONG = "long"
     RATE_UNKNOWN = "rate_unknown"
     MEETS_SLO = "meets_slo"
+    SPARES_DECODE = "spares_decode"
     FASTER = "faster"
 
 
@@ -104,6 +105,9 @@ class DecodeEngine:
     step_seconds: float = 0.0
     """One decode step at its present load."""
 
+    itl_seconds: float | None = None
+    """Time between tokens measured of late, with what prefill added to it."""
+
     chunk_tokens: int = 2048
     """Tokens of prefill that it takes into one step."""
 
@@ -115,6 +119,7 @@ class DecodeEngine:
         at_least("running", self.running)
         at_least("waiting_tokens", self.waiting_tokens)
         at_least("step_seconds", self.step_seconds)
+        at_least("itl_seconds", self.itl_seconds or 0.0)
         at_least("chunk_tokens", self.chunk_tokens, 1)
         at_least("block_tokens", self.block_tokens, 1)
         if self.tokens_per_second is not None:
@@ -162,6 +167,9 @@ class Policy:
     stall_window: int = 16
     """Tokens over which the stall of a local prefill is averaged; 1 looks at the single gap."""
 
+    headroom: float = 0.8
+    """Part of the SLO's TPOT up to which prefill may slow down what is being decoded."""
+
     def __post_init__(self) -> None:
         at_least("floor", self.floor)
         if isinstance(self.threshold, str):
@@ -180,6 +188,7 @@ class Policy:
             raise InvalidError(f"saturated_low is {self.saturated_low!r}, not in (0, 1]")
         at_least("dwell", self.dwell)
         at_least("stall_window", self.stall_window, 1)
+        positive("headroom", self.headroom)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +257,8 @@ def decide(
     """Return where to prefill `prompt`. Pure: the state of the gates goes in and comes out.
 
     In order: is there anybody; is it worth it; what the gates say; is it long; else what is
-    predicted to meet the SLO, and where both or neither do, to be faster.
+    predicted to meet the SLO, and where both or neither do, to be faster. When nothing meets it,
+    the delay of those that are being decoded counts as well.
     """
     gates = _update(gates, prefill, decode, slo, policy, now)
     uncached = prompt.uncached
@@ -265,12 +275,16 @@ def decide(
         return choose(Place.LOCAL, Reason.FULL_HIT)
     if uncached <= max(policy.floor - 1, decode.block_tokens):
         return choose(Place.LOCAL, Reason.SHORT)
+    slows = _stalled(uncached, decode, policy) > slo.tpot * policy.headroom
     if gates.saturated.on:
         # A decode engine that is itself behind by as much is no way out.
-        behind = decode.prefill_seconds(decode.waiting_tokens)
-        if behind is None or behind <= _penalty(policy, slo) or remote is None or local is None:
+        backlog = decode.prefill_seconds(decode.waiting_tokens)
+        behind = slows or (backlog is not None and backlog > _penalty(policy, slo))
+        if not behind or remote is None or local is None:
             return choose(Place.LOCAL, Reason.PREFILL_SATURATED)
-        return choose(Place.REMOTE if remote < local else Place.LOCAL, Reason.BOTH_SATURATED)
+        harm = _harm(uncached, decode) if slows else 0.0
+        place = Place.REMOTE if remote < local + harm else Place.LOCAL
+        return choose(place, Reason.BOTH_SATURATED)
     if gates.pressured.on:
         return choose(Place.REMOTE, Reason.DECODE_PRESSURE)
     if uncached >= _threshold(policy, prefill, decode, link):
@@ -278,9 +292,11 @@ def decide(
     if remote is None or local is None:
         return choose(Place.LOCAL, Reason.RATE_UNKNOWN)
     remote_fits = remote <= slo.ttft
-    local_fits = local <= slo.ttft and _stalled(uncached, decode, policy) <= slo.tpot
+    local_fits = local <= slo.ttft and not slows
     if remote_fits != local_fits:
         return choose(Place.REMOTE if remote_fits else Place.LOCAL, Reason.MEETS_SLO)
+    if slows and local <= remote < local + _harm(uncached, decode):
+        return choose(Place.REMOTE, Reason.SPARES_DECODE)
     return choose(Place.REMOTE if remote < local else Place.LOCAL, Reason.FASTER)
 
 
@@ -319,9 +335,14 @@ def _threshold(policy: Policy, prefill: PrefillPool, decode: DecodeEngine, link:
 
 def _stalled(uncached: int, decode: DecodeEngine, policy: Policy) -> float:
     """Return the running sequences' time per token while the prompt is prefilled beside them."""
+    between = max(decode.step_seconds, decode.itl_seconds or 0.0)
     if not decode.running or decode.tokens_per_second is None:
-        return decode.step_seconds
+        return between
     chunk = min(uncached, decode.chunk_tokens) / decode.tokens_per_second
     steps = math.ceil(uncached / decode.chunk_tokens)
-    stalled = min(steps, policy.stall_window) * chunk
-    return decode.step_seconds + stalled / policy.stall_window
+    return between + min(steps, policy.stall_window) * chunk / policy.stall_window
+
+
+def _harm(uncached: int, decode: DecodeEngine) -> float:
+    """Return by how much a local prefill delays all running sequences, added up."""
+    return decode.running * uncached / (decode.tokens_per_second or math.inf)

@@ -19,6 +19,9 @@ from kvxfer.serving.sim.network import Port
 from kvxfer.serving.sim.steps import StepTimes
 from kvxfer.serving.sim.task import Hold, Task
 
+RECENT_SECONDS = 2.0
+"""How far back `Engine.itl_seconds` looks, as an exponential average."""
+
 
 class Listener(Protocol):
     """Whom an engine tells."""
@@ -76,6 +79,7 @@ class Engine:
         self._phases = [0] * block
         self._finish: list[tuple[int, int, Task]] = []
         self._joined = 0
+        self._recent_gap = 0.0
         self._fresh: list[Task] = []
         self._version = 0
         self._stepping = False
@@ -102,6 +106,11 @@ class Engine:
         """A decode step at the present load; 0 while nothing runs."""
         running = len(self.running)
         return self.spec.decode.step(running, self._context) if running else 0.0
+
+    @property
+    def itl_seconds(self) -> float:
+        """Time between tokens over the last few seconds; 0 while nothing runs."""
+        return self._recent_gap if self.running else 0.0
 
     def cached_tokens(self, task: Task) -> int:
         """Return how much of the prompt need not be computed here."""
@@ -293,7 +302,7 @@ class Engine:
         self.inflight_tokens -= computed
         self.tokens_prefilled += computed
         if self.running:
-            self._gaps.add(seconds, len(self.running))
+            self._note_gap(seconds, 1)
             self._advance(1)
         completed, self.prefilling = self.prefilling[:complete], self.prefilling[complete:]
         for task in completed:
@@ -302,6 +311,11 @@ class Engine:
             else:
                 self._emit(task)
         self._plan()
+
+    def _note_gap(self, seconds: float, steps: int) -> None:
+        self._gaps.add(seconds, len(self.running) * steps)
+        kept = math.exp(-seconds * steps / RECENT_SECONDS)
+        self._recent_gap = kept * self._recent_gap + (1 - kept) * seconds
 
     def _emit(self, task: Task) -> None:
         """The step that completes a prompt yields a token."""
@@ -374,7 +388,7 @@ class Engine:
         steps, self._run_steps = self._run_steps, 0
         seconds = self._run_seconds(steps)
         self.busy += seconds
-        self._gaps.add(seconds / steps, len(self.running) * steps)
+        self._note_gap(seconds / steps, steps)
         self._advance(steps)
         self._plan()
 

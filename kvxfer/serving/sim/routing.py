@@ -88,6 +88,7 @@ class Decided:
             decode.inflight_tokens,
             spec.prefill.tokens_per_second,
             decode.step_seconds,
+            decode.itl_seconds,
             spec.chunk_tokens or spec.batch_tokens,
             spec.block_tokens,
         )

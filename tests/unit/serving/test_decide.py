@@ -59,7 +59,7 @@ def change(what, **fields):
         (Prompt(50_000, 49_901), POOL, ENGINE, Place.LOCAL, Reason.SHORT),
         (Prompt(99), POOL, ENGINE, Place.LOCAL, Reason.SHORT),
         (
-            Prompt(50_000),
+            Prompt(1_000),
             change(POOL, inflight_tokens=40_000),
             ENGINE,
             Place.LOCAL,
@@ -84,11 +84,18 @@ def change(what, **fields):
         ),
         (Prompt(1_999), POOL, change(ENGINE, step_seconds=0.049), Place.REMOTE, Reason.MEETS_SLO),
         (
-            Prompt(1_999),
+            Prompt(1_000),
             change(POOL, inflight_tokens=39_000),
             ENGINE,
             Place.LOCAL,
             Reason.MEETS_SLO,
+        ),
+        (
+            Prompt(1_999),
+            change(POOL, inflight_tokens=39_000),
+            change(ENGINE, itl_seconds=0.06),
+            Place.REMOTE,
+            Reason.SPARES_DECODE,
         ),
         (
             Prompt(1_999),
@@ -209,6 +216,7 @@ def situations(draw) -> dict:
             draw(tokens),
             draw(rates),
             draw(st.floats(0, 0.2)),
+            draw(st.one_of(st.none(), st.floats(0, 0.2))),
             draw(st.integers(1, 8192)),
             draw(st.sampled_from([1, 16, 128])),
         ),
