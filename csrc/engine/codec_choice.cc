@@ -1,6 +1,7 @@
 #include "engine/codec_choice.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <vector>
 
@@ -14,7 +15,10 @@ namespace {
 
 constexpr double kWorthIt = 0.9;
 
-// A cache in bfloat16 with numbers like those of a model, larger than what one core keeps to itself.
+std::atomic<bool> rates_known{false};
+
+// A cache in bfloat16 with numbers like those of a model, larger than what one core keeps to
+// itself.
 class Sample {
  public:
   Sample() : memory_(kBytes) {
@@ -108,9 +112,15 @@ std::string gbps(double rate) {
 }  // namespace
 
 const CodecRates& codec_rates() {
-  static const CodecRates rates = measure();
+  static const CodecRates rates = [] {
+    const CodecRates measured = measure();
+    rates_known = true;
+    return measured;
+  }();
   return rates;
 }
+
+bool codec_rates_known() { return rates_known; }
 
 CodecChoice choose_codec(const Pipeline& pipeline) {
   if (!pipeline.link) return {Codec::kRaw, "auto: the rate of the link is not known (yet)"};

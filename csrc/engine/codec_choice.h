@@ -18,6 +18,8 @@ struct CodecRates {
 // Of one thread of this process. Measured when first asked for, which takes some 20 milliseconds.
 // Thread-safe.
 const CodecRates& codec_rates();
+// Whether that is done, so that codec_rates() returns at once.
+bool codec_rates_known();
 
 struct Pipeline {
   std::optional<double> link;  // bytes a second; none: not known

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/codec_choice.h"
 #include "engine/core.h"
 
 namespace kvxfer {
@@ -44,6 +45,27 @@ void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   }
 }
 
+// Begins to serve, waits for the offer, or refuses.
+void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
+  const Generation& generation = serve->request.generation;
+  const auto found = core.offers.find(generation);
+  if (found != core.offers.end()) {
+    begin_serving(core, serve, found->second);
+    return start_packs(core);
+  }
+  if (const auto past = core.history.find(generation); past != core.history.end()) {
+    const Status& told = past->second;
+    return end_serve(core, serve, refusal(*serve, told.code, told.message));
+  }
+  if (core.offer_ids.contains(serve->request.offer_id)) {
+    return end_serve(core, serve,
+                     refusal(*serve, StatusCode::kStale,
+                             "offer '" + serve->request.offer_id + "' has a newer generation on '" +
+                                 core.options.name + "' than the ticket: ask for a new ticket"));
+  }
+  core.waiting[generation].insert(serve);
+}
+
 }  // namespace
 
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
@@ -68,30 +90,20 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
-  const auto refuse = [&](StatusCode code, const std::string& reason) {
-    peer->link->send(refusal(*serve, code, reason));
-  };
   if (peer->serves.size() >= kMaxServesPerPeer) {
-    return refuse(StatusCode::kNoResources,
-                  "'" + core.options.name + "' serves too many fetches of this peer at once");
-  }
-  const Generation& generation = serve->request.generation;
-  const auto found = core.offers.find(generation);
-  if (found != core.offers.end()) {
-    peer->serves[serve->request.fetch_id] = serve;
-    begin_serving(core, serve, found->second);
-    return start_packs(core);
-  }
-  if (const auto past = core.history.find(generation); past != core.history.end()) {
-    return refuse(past->second.code, past->second.message);
-  }
-  if (core.offer_ids.contains(serve->request.offer_id)) {
-    return refuse(StatusCode::kStale, "offer '" + serve->request.offer_id +
-                                          "' has a newer generation on '" + core.options.name +
-                                          "' than the ticket: ask for a new ticket");
+    peer->link->send(
+        refusal(*serve, StatusCode::kNoResources,
+                "'" + core.options.name + "' serves too many fetches of this peer at once"));
+    return;
   }
   peer->serves[serve->request.fetch_id] = serve;
-  core.waiting[generation].insert(serve);
+  const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
+  if (!left_to_us || codec_rates_known()) return find_offer(core, serve);
+  core.pool->submit([&core, serve] {
+    codec_rates();  // takes a while, once: so not with the mutex held
+    Guard guard(core);
+    if (!serve->ended) find_offer(core, serve);
+  });
 }
 
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
