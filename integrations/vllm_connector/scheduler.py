@@ -179,17 +179,9 @@ class Scheduler:
         return orders
 
     def update(self, output: Any) -> None:  # noqa: ANN401 - KVConnectorOutput
-        """Take the workers' word of what has ended; drops what this scheduler doesn't wait for."""
-        for name, expected in (
-            ("finished_recving", self._loading),
-            ("finished_sending", self._sending),
-        ):
-            reported = getattr(output, name) or set()
-            if unknown := {request for request in reported if request not in expected}:
-                logger.error("%s reported %s, which nobody waits for", name, sorted(unknown))
-                reported -= unknown
+        """Take the workers' word of what has ended; beside it stands that of other connectors."""
         for request in output.finished_recving or ():
-            self._leaders.pop(self._loading.pop(request), None)
+            self._leaders.pop(self._loading.pop(request, ""), None)
         self._sending -= set(output.finished_sending or ())
 
     def finished(

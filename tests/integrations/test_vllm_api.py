@@ -121,3 +121,33 @@ def test_prometheus_metrics(fake: Any) -> None:
     assert registry.get_sample_value("vllm:kvxfer_load_seconds_count", labels) == 2
     labels["reason"] = "stale"
     assert registry.get_sample_value("vllm:kvxfer_failures_total", labels) == 3
+
+
+def test_under_multi_connector(engine: Callable[..., Any], fake: Any) -> None:
+    from rig import pair
+    from vllm.config import KVTransferConfig
+
+    def transfer(role: str) -> KVTransferConfig:
+        ours = {"kv_connector": "KvxferConnector", "kv_role": role}
+        other = {
+            "kv_connector": "KeepingConnector",
+            "kv_role": role,
+            "kv_connector_module_path": "rig.keeping",
+        }
+        return KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role=role,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": [ours, other]},
+        )
+
+    p = engine("kv_producer", transfer=transfer("kv_producer"))
+    d = engine("kv_consumer", transfer=transfer("kv_consumer"))
+    for length in (1, 100, 500):
+        tokens = pair.prompt(length)
+        _, params = pair.prefill(p, tokens)
+        pair.decode(d, tokens, params, p)
+    name = d.add(pair.prompt(300), params=pair.prefill(p, pair.prompt(300))[1])
+    d.step()
+    d.abort(name)
+    pair.settle(p, d)

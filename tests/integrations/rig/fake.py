@@ -308,7 +308,9 @@ class Engine:
 
     def _count(self, data: dict[str, Any]) -> None:
         for name, value in data.items():
-            if isinstance(value, dict):
+            if hasattr(value, "data"):  # MultiConnector's: by connector
+                self._count(value.data)
+            elif isinstance(value, dict):
                 ours = self.stats.setdefault(name, {})
                 for reason, count in value.items():
                     ours[reason] = ours.get(reason, 0) + count
