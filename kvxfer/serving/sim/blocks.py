@@ -32,12 +32,20 @@ class BlockPool:
         return len(self._cached) * self._shared_blocks
 
     def match(self, ids: Sequence[int]) -> int:
-        """Return how many of the leading `ids` are here."""
+        """Return how many of the leading `ids` are here.
+
+        An id stands for a whole prefix, so what comes before one that is here is here too: blocks
+        are let go of from the end of a prompt, and evicted in that order.
+        """
         holders, cached = self._holders, self._cached
-        for index, block in enumerate(ids):
-            if block not in holders and block not in cached:
-                return index
-        return len(ids)
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if ids[middle] in holders or ids[middle] in cached:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def acquire(self, ids: Sequence[int], private: int, spare: int = 0) -> bool:
         """Pin `ids` and `private` blocks more, or change nothing and return False.

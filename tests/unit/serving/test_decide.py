@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidError
@@ -31,6 +31,10 @@ POOL = PrefillPool(2, tokens_per_second=10_000, request_seconds=0.01)
 ENGINE = DecodeEngine(
     kv_used=0.3, running=20, tokens_per_second=10_000, step_seconds=0.03, chunk_tokens=512
 )
+
+
+# Enough to find what breaks; more were run when these were written.
+FEW = settings(max_examples=60)
 
 
 def ask(
@@ -260,6 +264,7 @@ def never_leaves(place: Place, before, after) -> bool:
     return not (before.place is place and after.place is not place)
 
 
+@FEW
 @given(situations())
 def test_pure_and_always_answers(situation) -> None:
     first, second = asked(situation), asked(situation)
@@ -269,6 +274,7 @@ def test_pure_and_always_answers(situation) -> None:
         assert first.place is Place.LOCAL
 
 
+@FEW
 @given(situations(), st.floats(0, 1e6), st.integers(0, 100))
 def test_a_busier_pool_never_attracts(situation, more_tokens, more_queued) -> None:
     pool = situation["pool"]
@@ -280,12 +286,14 @@ def test_a_busier_pool_never_attracts(situation, more_tokens, more_queued) -> No
     assert never_leaves(Place.LOCAL, asked(situation), asked(situation, pool=busier))
 
 
+@FEW
 @given(situations(), st.integers(1, 8))
 def test_more_healthy_engines_never_repel(situation, more) -> None:
     pool = change(situation["pool"], healthy=situation["pool"].healthy + more)
     assert never_leaves(Place.REMOTE, asked(situation), asked(situation, pool=pool))
 
 
+@FEW
 @given(situations(), st.floats(1, 100))
 def test_a_faster_link_never_repels(situation, factor) -> None:
     link = situation["link"]
@@ -293,6 +301,7 @@ def test_a_faster_link_never_repels(situation, factor) -> None:
     assert never_leaves(Place.REMOTE, asked(situation), asked(situation, link=faster))
 
 
+@FEW
 @given(situations(), fractions)
 def test_a_fuller_decode_engine_never_attracts_prefill(situation, used) -> None:
     engine = situation["engine"]
@@ -302,6 +311,7 @@ def test_a_fuller_decode_engine_never_attracts_prefill(situation, used) -> None:
     assert never_leaves(Place.REMOTE, asked(situation), asked(situation, engine=fuller))
 
 
+@FEW
 @given(situations(), st.floats(0, 1e6))
 def test_more_waiting_on_the_decode_engine_never_attracts_prefill(situation, more) -> None:
     engine = situation["engine"]
@@ -309,6 +319,7 @@ def test_more_waiting_on_the_decode_engine_never_attracts_prefill(situation, mor
     assert never_leaves(Place.REMOTE, asked(situation), asked(situation, engine=busier))
 
 
+@FEW
 @given(situations(), st.integers(1, 50_000))
 def test_a_longer_prompt_is_never_drawn_back_where_prefill_engines_are_no_slower(
     situation, more
@@ -327,6 +338,7 @@ def test_a_longer_prompt_is_never_drawn_back_where_prefill_engines_are_no_slower
     assert never_leaves(Place.REMOTE, before, after)
 
 
+@FEW
 @given(
     st.lists(st.tuples(st.floats(0, 2), fractions, st.floats(0, 1e5)), max_size=60),
     st.floats(0.1, 5),
@@ -351,6 +363,7 @@ def test_gates_do_not_flap_within_the_dwell(steps, dwell) -> None:
         gates = decision.gates
 
 
+@FEW
 @given(st.lists(st.floats(0.73, 0.79), max_size=40), st.booleans())
 def test_levels_between_the_marks_switch_nothing(levels, on) -> None:
     gate = Gate(on, -100.0)

@@ -432,3 +432,26 @@ def test_long_prompts_elsewhere_shorten_the_tail_between_tokens() -> None:
 def test_nonsense_is_refused(make) -> None:
     with pytest.raises(InvalidError):
         make()
+
+
+def test_unequal_engines_share_the_load_by_their_speed() -> None:
+    slow = role(Role.PREFILL, prefill=PrefillCost(0.010, 3e-4), gpus=1, price_per_hour=2, watts=300)
+    fast = role(Role.PREFILL, gpus=1, price_per_hour=5, watts=700)
+    decode = role(Role.DECODE, gpus=1, price_per_hour=5, watts=700)
+    fleet = Fleet(((slow, 1), (fast, 1), (decode, 1)), Link(1e12, 1_000))
+    jobs = generate(300, 8.0, fixed(1_200), fixed(5), seed=2)
+    result = simulate(fleet, jobs, always_remote)
+    little, much = (engine.tokens_prefilled for engine in result.engines[:2])
+    assert 0 < little < much / 2
+    assert (fleet.price_per_hour, fleet.watts, fleet.name) == (12, 1_700, "2P1D")
+    assert result.joules_per_token == pytest.approx(1_700 / result.output_rate)
+    assert result.cost_per_million == pytest.approx(12 / 3_600 / result.output_rate * 1e6)
+
+
+def test_half_the_bytes_on_the_wire_take_half_the_time() -> None:
+    jobs = generate(60, 1.0, fixed(2_000), fixed(5), seed=2)
+    raw, coded = (
+        simulate(one_and_one(Link(5e8, size)), jobs, always_remote) for size in (160_000, 80_000)
+    )
+    assert coded.bytes_moved == raw.bytes_moved / 2
+    assert raw.mean(ttft) - coded.mean(ttft) > 0.3
