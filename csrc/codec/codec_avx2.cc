@@ -3,6 +3,8 @@
 #include <immintrin.h>
 
 #define KVXFER_TARGET __attribute__((target("avx2,fma,f16c")))
+#include "codec/codec_decode.h"
+#include "codec/codec_encode.h"
 #include "codec/codec_lanes.h"
 
 namespace kvxfer {
@@ -156,9 +158,11 @@ struct Lanes {
   }
 };
 
+struct Variant : Encoder<Lanes>, Decoder<Lanes> {};
+
 }  // namespace
 
-constinit const CodecKernels kAvx2Codec = make_codec<Codec<Lanes>>(kAvx2Kernels);
+constinit const CodecKernels kAvx2Codec = make_codec<Variant>(kAvx2Kernels);
 
 }  // namespace kvxfer
 

@@ -8,6 +8,8 @@
 #include <immintrin.h>
 
 #define KVXFER_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#include "codec/codec_decode.h"
+#include "codec/codec_encode.h"
 #include "codec/codec_lanes.h"
 
 namespace kvxfer {
@@ -152,9 +154,11 @@ struct Lanes {
   }
 };
 
+struct Variant : Encoder<Lanes>, Decoder<Lanes> {};
+
 }  // namespace
 
-constinit const CodecKernels kAvx512Codec = make_codec<Codec<Lanes>>(kAvx512Kernels);
+constinit const CodecKernels kAvx512Codec = make_codec<Variant>(kAvx512Kernels);
 
 }  // namespace kvxfer
 

@@ -3,6 +3,8 @@
 #include <arm_neon.h>
 
 #define KVXFER_TARGET
+#include "codec/codec_decode.h"
+#include "codec/codec_encode.h"
 #include "codec/codec_lanes.h"
 
 namespace kvxfer {
@@ -116,9 +118,11 @@ struct Lanes {
   }
 };
 
+struct Variant : Encoder<Lanes>, Decoder<Lanes> {};
+
 }  // namespace
 
-constinit const CodecKernels kNeonCodec = make_codec<Codec<Lanes>>(kNeonKernels);
+constinit const CodecKernels kNeonCodec = make_codec<Variant>(kNeonKernels);
 
 }  // namespace kvxfer
 
