@@ -196,12 +196,11 @@ def test_one_prefill_node_of_five_for_long_answers() -> None:
     assert rates[1] / rates[2] == pytest.approx(6_082.84 / 5_668.40, abs=0.02)
 
 
-@pytest.mark.parametrize("clients", [160, 480, 960])
+@pytest.mark.parametrize("clients", [480, 960])
 def test_more_prefill_nodes_for_long_prompts(clients) -> None:
     lengths = Lengths(8_000, 1_000)
     rates = {n: closed_loop(mi300x(n, 5 - n), lengths, clients).rate for n in (1, 2, 3, 4)}
-    best = max(rates, key=rates.__getitem__)
-    assert best >= (2 if clients >= 480 else 1)
+    assert max(rates, key=rates.__getitem__) >= 2
 
 
 # vLLM with MORI-IO, Qwen3-235B on eight MI300X, one prefill and one decode engine; 2,000 in, 1,000
