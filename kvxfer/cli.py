@@ -25,6 +25,12 @@ class Command:
 COMMANDS = {
     "demo": Command("kvxfer.demo", "move a KV cache between two processes and check every byte"),
     "quality": Command("kvxfer.quality", "measure what a codec costs a model, on real K and V"),
+    "plan": Command(
+        "kvxfer.serving.plan_command", "how many engines of which kind a load needs, and why"
+    ),
+    "simulate": Command(
+        "kvxfer.serving.simulate_command", "what a fleet does with a trace, by where it prefills"
+    ),
 }
 
 
