@@ -28,6 +28,7 @@ RailAddress decode_rail(ByteReader& reader, uint64_t pieces) {
   rail.ethernet = reader.get<uint8_t>() != 0;
   rail.lid = reader.get<uint16_t>();
   rail.mtu = reader.get<uint8_t>();
+  rail.mbit_per_second = reader.get<uint32_t>();
   if (mtu_bytes(rail.mtu) == 0) malformed("MTU code " + std::to_string(rail.mtu));
   const auto gids = reader.get<uint32_t>();
   reader.check_count(gids, kMaxGids, "a GID table", 18);
@@ -68,6 +69,7 @@ std::vector<std::byte> EndpointAddress::encode() const {
     out.put(static_cast<uint8_t>(rail.ethernet));
     out.put(rail.lid);
     out.put(rail.mtu);
+    out.put(rail.mbit_per_second);
     out.put(static_cast<uint32_t>(rail.gids.size()));
     for (const PortGid& gid : rail.gids) {
       out.put(gid.index);

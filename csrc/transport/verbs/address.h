@@ -23,7 +23,8 @@ struct RailAddress {
   std::string name;
   bool ethernet = true;
   uint16_t lid = 0;
-  uint8_t mtu = 0;  // code
+  uint8_t mtu = 0;               // code
+  uint32_t mbit_per_second = 0;  // 0: unknown
   std::vector<PortGid> gids;
   std::vector<QpAddress> qps;
   std::vector<uint32_t> rkeys;  // of the arena, piece by piece

@@ -151,6 +151,7 @@ VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMem
     said.ethernet = rail.attr.link_layer != ibv::kLinkInfiniBand;
     said.lid = rail.attr.lid;
     said.mtu = static_cast<uint8_t>(rail.attr.active_mtu);
+    said.mbit_per_second = ibv::mbit_per_second(rail.attr);
     said.gids = rail.gids;
     if (state_->arena) said.rkeys = state_->arena->rkeys(rail.nic_index);
     auto& qps = state_->qps.emplace_back();

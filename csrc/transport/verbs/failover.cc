@@ -134,11 +134,12 @@ void VerbsLink::begin_drain(Path& path, uint32_t epoch) {
 }
 
 // On the path's loop. Afterwards the queue pair is gone: nothing is sent on it or written by it.
+// The path counts as draining until then, so that nobody tells the peer before.
 void VerbsLink::finish_drain(Path& path, uint32_t epoch) {
   {
     const Lock lock(mutex_);
     if (path.epoch != epoch || path.state != Path::kDraining) return;
-    path.state = reader_ ? Path::kClosed : Path::kAwaiting;
+    if (std::exchange(path.drain_ends, true)) return;
   }
   path.loop->remove(path.qp->event_fd());
   while (poll_some(path)) {
@@ -149,14 +150,15 @@ void VerbsLink::finish_drain(Path& path, uint32_t epoch) {
     qp = std::move(path.qp);
   }
   qp.reset();
-  if (closing()) {
-    end_path(path);
-    return;
-  }
   bool asked;
   {
     const Lock lock(mutex_);
+    path.state = reader_ ? Path::kClosed : Path::kAwaiting;
     asked = path.asked_to_close;
+  }
+  if (closing()) {
+    end_path(path);
+    return;
   }
   if (reader_) {
     tell(asked ? ibv::PathMessage::kLanded : ibv::PathMessage::kLost, path);
@@ -250,7 +252,7 @@ void VerbsLink::on_close(Path& path, const ibv::PathMessage& message) {
     const Lock lock(mutex_);
     if (path.epoch != message.epoch) return fail("the peer closed a path that was not open");
     path.asked_to_close = true;
-    answer = path.state == Path::kClosed && !path.qp;
+    answer = path.state == Path::kClosed;
     if (path.state == Path::kOpen) {
       path.state = Path::kDraining;
       path.problem = "the peer lost it";
@@ -332,7 +334,7 @@ void VerbsLink::on_open(Path& path, const ibv::PathMessage& message) {
   {
     const Lock lock(mutex_);
     if (path.left) return;
-    if (path.state != Path::kClosed || path.qp || message.epoch <= path.epoch) {
+    if (path.state != Path::kClosed || message.epoch <= path.epoch) {
       return fail("the peer opened a path that was open");
     }
     path.epoch = message.epoch;

@@ -77,6 +77,9 @@ void SendQueue::rewind(const Cursor& cursor) {
 
 int SendQueue::pump(bool& again) {
   again = false;
+  // Once it was full it is filled again by halves: longer lists, and fewer completions to look at.
+  if (was_full_ && under_way() > qp_.send_depth() / 2) return 0;
+  was_full_ = false;
   std::array<SendWr, kLongestList> requests;
   std::array<Sge, kLongestList> where;
   while (next_ < entries_.size() && under_way() < qp_.send_depth()) {
@@ -104,6 +107,7 @@ int SendQueue::pump(bool& again) {
     again = last_signalled_ <= completed_;
     return 0;
   }
+  was_full_ = next_ < entries_.size();
   return 0;
 }
 

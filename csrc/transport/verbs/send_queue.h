@@ -92,6 +92,7 @@ class SendQueue {
   uint64_t posted_ = 0;        // work requests; they are numbered from 1
   uint64_t completed_ = 0;
   uint64_t last_signalled_ = 0;
+  bool was_full_ = false;
   uint64_t completed_stripes_ = 0;
   uint64_t queued_bytes_ = 0;
 };

@@ -35,6 +35,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   const char* transport() const override { return "verbs"; }
   std::string describe() const override;
   bool one_sided() const override { return reader_; }
+  std::optional<double> rate() const override;
 
   void send(std::span<const std::byte> message) override;
   void write(std::span<const std::byte> source, uint64_t offset, std::span<const std::byte> notice,
@@ -76,6 +77,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
     uint32_t receives_posted = 0;
     bool watched = false;
     bool drain_begun = false;
+    bool drain_ends = false;
     bool marker_seen = false;
     bool asked_to_close = false;  // reader: the writer waits for `landed`
     bool retry_planned = false;
@@ -85,9 +87,11 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
     std::string problem;
   };
 
-  // verbs_link.cc
+  // setup.cc
   void connect(Path& path, const ibv::QpAddress& remote_qp);
   void adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp);
+
+  // verbs_link.cc
   void watch(Path& path, bool keep_alive);
   void on_control(uint32_t events);
   ibv::ControlSocket::Failure receive_control();

@@ -1,0 +1,128 @@
+// How a VerbsLink is made, and what it says about itself.
+
+#include <algorithm>
+#include <utility>
+
+#include "kvxfer/status.h"
+#include "transport/common/socket.h"
+#include "transport/verbs/verbs_link.h"
+
+namespace kvxfer {
+
+VerbsLink::VerbsLink(IoThreads& threads, UniqueFd socket, VerbsEndpoint::State endpoint,
+                     ibv::EndpointAddress remote, const std::vector<ibv::PathChoice>& choices)
+    : LinkBase(threads.control(), 1 + choices.size()),
+      fabric_(std::move(endpoint.fabric)),
+      arena_(std::move(endpoint.arena)),
+      remote_(std::move(remote)),
+      reader_(arena_ != nullptr),
+      control_description_(local_address(socket.get()) + " - " + peer_address(socket.get())),
+      socket_(threads.control(), std::move(socket)) {
+  for (const ibv::PathChoice& choice : choices) {
+    auto path = std::make_unique<Path>();
+    path->index = paths_.size();
+    path->loop = threads.bulk(path->index);
+    path->rail = reader_ ? choice.reader_rail : choice.writer_rail;
+    path->remote_rail = reader_ ? choice.writer_rail : choice.reader_rail;
+    const size_t qp = reader_ ? choice.reader_qp : choice.writer_qp;
+    const size_t remote_qp = reader_ ? choice.writer_qp : choice.reader_qp;
+    const ibv::RailAddress& theirs = remote_.rails[path->remote_rail];
+    const size_t gid = reader_ ? choice.gids.first : choice.gids.second;
+    const size_t remote_gid = reader_ ? choice.gids.second : choice.gids.first;
+    path->gid = fabric_->rails[path->rail].gids[gid];
+    path->remote_gid = theirs.gids[remote_gid];
+    adopt(*path, std::move(endpoint.qps[path->rail][qp]));
+    connect(*path, theirs.qps[remote_qp]);
+    path->state = Path::kOpen;
+    paths_.push_back(std::move(path));
+  }
+}
+
+void VerbsLink::adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp) {
+  path.qp = std::move(qp);
+  path.receives_posted = path.qp->receives();
+  path.landed = 0;
+  path.watched = path.drain_begun = path.drain_ends = path.marker_seen = false;
+  path.asked_to_close = false;
+  path.retries = 0;
+  path.problem.clear();
+  if (!reader_) {
+    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, remote_, path.remote_rail);
+  }
+}
+
+void VerbsLink::connect(Path& path, const ibv::QpAddress& remote_qp) {
+  path.qp->connect(remote_.rails[path.remote_rail], remote_qp, path.gid, path.remote_gid);
+}
+
+// What the slower ends of the rails in use say about themselves.
+std::optional<double> VerbsLink::rate() const {
+  const Lock lock(mutex_);
+  double mbit = 0;
+  std::vector<bool> counted(fabric_->rails.size());
+  for (const auto& path : paths_) {
+    if (path->state != Path::kOpen || counted[path->rail]) continue;
+    counted[path->rail] = true;
+    mbit += std::min(ibv::mbit_per_second(fabric_->rails[path->rail].attr),
+                     remote_.rails[path->remote_rail].mbit_per_second);
+  }
+  if (mbit == 0) return std::nullopt;
+  return mbit * 1e6 / 8;
+}
+
+std::string VerbsLink::describe() const {
+  const Lock lock(mutex_);
+  std::string text = "verbs, control " + control_description_;
+  std::vector<std::pair<std::string, int>> kinds;
+  for (const auto& path : paths_) {
+    std::string kind = fabric_->rails[path->rail].name() + " - " +
+                       remote_.rails[path->remote_rail].name + " (" + ibv::gid_text(path->gid) +
+                       " - " + ibv::gid_text(path->remote_gid) + ")";
+    if (path->state != Path::kOpen) kind += " lost: " + path->problem;
+    const auto known = std::find_if(kinds.begin(), kinds.end(),
+                                    [&](const auto& other) { return other.first == kind; });
+    if (known == kinds.end()) {
+      kinds.emplace_back(std::move(kind), 1);
+    } else {
+      ++known->second;
+    }
+  }
+  for (const auto& [kind, count] : kinds) {
+    text += "; " + kind + ", " + std::to_string(count) + " queue pair" + (count == 1 ? "" : "s");
+  }
+  if (failovers_ > 0) text += "; " + std::to_string(failovers_) + " failover(s)";
+  return text;
+}
+
+std::shared_ptr<Link> make_verbs_link(IoThreads& threads, int control_fd, VerbsEndpoint endpoint,
+                                      std::span<const std::byte> remote) {
+  UniqueFd control(control_fd);
+  prepare_stream_socket(control.get());
+  if (is_tcp_socket(control.get())) prepare_tcp_socket(control.get());
+  auto theirs = ibv::EndpointAddress::decode(remote);
+  VerbsEndpoint::State& ours = *endpoint.state_;
+  const bool reader = ours.arena != nullptr;
+  if (reader == (theirs.arena_bytes != 0)) {
+    throw Error(StatusCode::kProtocol, reader ? "both sides of a verbs link have an arena"
+                                              : "neither side of a verbs link has an arena");
+  }
+  const auto choices =
+      reader ? ibv::choose_paths(ours.address, theirs) : ibv::choose_paths(theirs, ours.address);
+  if (choices.empty()) {
+    const auto list = [](const ibv::EndpointAddress& side) {
+      std::string all;
+      for (const ibv::RailAddress& rail : side.rails) {
+        all += (all.empty() ? "" : ", ") + rail.name + (rail.ethernet ? "" : " (InfiniBand)");
+        for (const ibv::PortGid& gid : rail.gids) all += " " + ibv::gid_text(gid);
+      }
+      return all;
+    };
+    throw Error(StatusCode::kUnreachable,
+                "no RDMA port of ours (" + list(ours.address) + ") reaches one of the peer's (" +
+                    list(theirs) + "): they need the same link layer and addresses of one kind");
+  }
+  return std::make_shared<VerbsLink>(threads, std::move(control), std::move(ours),
+                                     std::move(theirs), choices);
+}
+
+}  // namespace kvxfer
