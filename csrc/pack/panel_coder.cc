@@ -175,7 +175,6 @@ DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t 
   uint32_t first_row = 0;
   size_t taken = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
-    if (panel + 1 < end_) prefetch_next();
     find_rows();
     result.loss += decode_panel(cursor_.encoding(), cursor_.producer(), cursor_.own(), wire + at,
                                 cursor_.rows(), cursor_.content(), row_.data());
