@@ -59,7 +59,7 @@ class Sample {
     return PanelPlan(layout_, table_, slice(), {0, 1}, format);
   }
 
-  static constexpr uint32_t kHeads = 4, kTokens = 1024, kBlock = 16, kContent = 128;
+  static constexpr uint32_t kHeads = 4, kTokens = 8192, kBlock = 16, kContent = 128;
   static constexpr size_t kBytes = size_t{2} * 2 * kHeads * kTokens * kContent;
 
  private:

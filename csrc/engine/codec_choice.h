@@ -15,7 +15,7 @@ struct CodecRates {
   double encode = 0, decode = 0;  // with the recommended codec
 };
 
-// Of one thread of this process. Measured when first asked for, which takes some 20 milliseconds.
+// Of one thread of this process. Measured when first asked for, which takes some 50 milliseconds.
 // Thread-safe.
 const CodecRates& codec_rates();
 // Whether that is done, so that codec_rates() returns at once.
