@@ -102,7 +102,7 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
     CHECK(counts.sends == 400);
     CHECK(counts.inlined == 400);
     CHECK(counts.signalled == counts.lists);
-    CHECK(counts.signalled < 400);
+    CHECK(counts.signalled < 150);
     CHECK(counts.registrations == 0);
   }
 
@@ -168,11 +168,11 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
   TEST_CASE("a rail comes back when its port does") {
     reset_world();
     VerbsPair pair;
-    Traffic traffic(pair, 100000, 64u << 10);
-    traffic.register_sources();
     pair.start();
+    CHECK(pair.producer->rate().value() == 100e9);
     fake_verbs::set_port("p1", 1, false);
     CHECK(eventually([&] { return pair.producer->describe().find("lost") != std::string::npos; }));
+    CHECK(pair.producer->rate().value() == 50e9);
     const Bytes source = random_bytes(4u << 20, 1);
     pair.producer->write(source, 0, {}, 1);
     CHECK(pair.wait_written(1));

@@ -41,6 +41,9 @@ inline std::vector<std::string> split(const std::string& text, char at) {
 // producer's. Else null, and tests run over the fake ones.
 inline const char* real_devices() { return std::getenv("KVXFER_TEST_VERBS"); }
 
+// How often something is done: soft-RoCE is slow, and so are the machines that have it.
+inline uint32_t times(uint32_t count) { return real_devices() ? (count + 9) / 10 : count; }
+
 // Two hosts, "c" and "p", with two adapters each; the second ones are in a subnet of their own.
 inline std::vector<fake_verbs::Device> two_hosts() {
   std::vector<fake_verbs::Device> devices;
