@@ -106,16 +106,26 @@ std::pair<py::bytes, std::vector<uint32_t>> encode(const EncodingTuple& encoding
 
 LossTuple decode(const EncodingTuple& encoding, const StoredTuple& from, const StoredTuple& to,
                  const py::buffer& coded, const py::buffer& memory,
-                 const std::vector<uint64_t>& offsets, uint32_t content) {
+                 const std::vector<uint64_t>& offsets, uint32_t content,
+                 const std::vector<uint32_t>& left_out) {
   const Bytes source(coded, false);
   const Bytes target(memory, true);
   const Stored wanted = to_stored(to);
   const auto rows = rows_at(target, offsets, content * element_bytes(wanted.element));
   const auto count = static_cast<uint32_t>(rows.size());
   const std::byte* panel = source.at(0, bytes_of_panel(encoding, from.first, count, content));
+  RowMask mask;
+  for (const uint32_t row : left_out) {
+    if (row >= kMaxPanelRows || row >= count) {
+      throw Error(StatusCode::kInvalid, "row " + std::to_string(row) +
+                                            " is left out of a panel of " + std::to_string(count) +
+                                            " rows");
+    }
+    mask.set(row);
+  }
   const py::gil_scoped_release unlocked;
   return to_tuple(decode_panel(to_encoding(encoding), to_stored(from), wanted, panel, count,
-                               content, rows.data()));
+                               content, rows.data(), mask));
 }
 
 LossTuple convert(const StoredTuple& from, const StoredTuple& to, const py::buffer& source,
@@ -138,7 +148,8 @@ void register_codec(py::module_& module) {
   module.def("encode_panel", &encode, py::arg("encoding"), py::arg("element"), py::arg("memory"),
              py::arg("offsets"), py::arg("content"));
   module.def("decode_panel", &decode, py::arg("encoding"), py::arg("source"), py::arg("target"),
-             py::arg("coded"), py::arg("memory"), py::arg("offsets"), py::arg("content"));
+             py::arg("coded"), py::arg("memory"), py::arg("offsets"), py::arg("content"),
+             py::arg("left_out") = std::vector<uint32_t>());
   module.def(
       "can_convert",
       [](const StoredTuple& source, const StoredTuple& target) {

@@ -176,7 +176,10 @@ def decode_panel(
     memory: object,
     offsets: Sequence[int],
     content: int,
-) -> tuple[int, int]: ...
+    left_out: Sequence[int] = ...,
+) -> tuple[int, int]:
+    """The loss as (clamped, inexact); rows that are left out are neither written nor counted."""
+
 def can_convert(source: tuple[str, float], target: tuple[str, float]) -> bool: ...
 def convert_row(
     source: tuple[str, float],

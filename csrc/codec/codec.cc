@@ -1,6 +1,7 @@
 #include "kvxfer/codec.h"
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "codec/codec_kernels.h"
@@ -54,6 +55,55 @@ void check_panel(const Encoding& encoding, ElementType element, uint32_t rows) {
 
 void fill_up(std::byte* begin, uint64_t bytes) {
   std::memset(begin + bytes, 0, up16(bytes) - bytes);
+}
+
+// Rows [begin, end) of a panel.
+DecodeJob part_of(const DecodeJob& panel, Scheme scheme, ElementType from, uint32_t begin,
+                  uint32_t end) {
+  DecodeJob part = panel;
+  part.row += begin;
+  part.rows = end - begin;
+  const size_t code = scheme == Scheme::kRaw ? element_bytes(from) : 1;
+  part.codes += size_t{begin} * panel.content * code;
+  if (scheme != Scheme::kInt8Channel) {
+    const uint32_t groups = (panel.content + panel.group - 1) / panel.group;
+    part.scales += size_t{begin} * groups * scale_bytes(panel.scale);
+  }
+  return part;
+}
+
+uint64_t decode_wide(Scheme scheme, ElementType element, const DecodeJob& job) {
+  const auto row = static_cast<size_t>(scheme) - 1;
+  const auto column = static_cast<size_t>(element);
+  uint64_t clamped = 0;
+  if (codec_kernels().decode[row][column](job, clamped)) return clamped;
+  clamped = 0;
+  kScalarCodec.decode[row][column](job, clamped);
+  return clamped;
+}
+
+Loss decode_rows(Scheme scheme, const Stored& from, const Stored& to, DecodeJob job) {
+  Loss loss;
+  if (scheme == Scheme::kRaw) {
+    const size_t bytes = job.content * element_bytes(from.element);
+    for (uint32_t r = 0; r < job.rows; ++r) {
+      loss += convert_row(from, to, job.codes + r * bytes, job.content, job.row[r]);
+    }
+    return loss;
+  }
+  if (is_wide(to.element)) return {decode_wide(scheme, to.element, job), 0};
+
+  std::vector<float> values(size_t{job.rows} * job.content);
+  std::byte* value_row[kMaxPanelRows];
+  for (uint32_t r = 0; r < job.rows; ++r) {
+    value_row[r] = reinterpret_cast<std::byte*>(values.data() + size_t{r} * job.content);
+  }
+  std::byte* const* const row = std::exchange(job.row, value_row);
+  decode_wide(scheme, ElementType::kFloat32, job);
+  for (uint32_t r = 0; r < job.rows; ++r) {
+    loss += convert_row({ElementType::kFloat32, 1.0f}, to, value_row[r], job.content, row[r]);
+  }
+  return loss;
 }
 
 }  // namespace
@@ -123,41 +173,27 @@ RowMask encode_panel(const Encoding& encoding, ElementType element, const std::b
 }
 
 Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to,
-                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row) {
+                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row,
+                  const RowMask& left_out) {
   check_panel(encoding, from.element, rows);
   if (rows == 0 || content == 0) return {};
-  Loss loss;
-  const uint64_t codes = code_bytes(encoding, from.element, rows, content);
-  if (encoding.scheme == Scheme::kRaw) {
-    const size_t bytes = content * element_bytes(from.element);
-    for (uint32_t r = 0; r < rows; ++r) {
-      loss += convert_row(from, to, coded + r * bytes, content, row[r]);
-    }
-    return loss;
-  }
-  DecodeJob job = {encoding.scale, group_of(encoding, content), row, rows, content,
-                   coded,          coded + up16(codes)};
+  const DecodeJob panel = {encoding.scale,
+                           group_of(encoding, content),
+                           row,
+                           rows,
+                           content,
+                           coded,
+                           coded + up16(code_bytes(encoding, from.element, rows, content))};
   const FloatMode mode;
-  const auto decode = [&](ElementType element) {
-    const auto scheme = static_cast<size_t>(encoding.scheme) - 1;
-    const auto index = static_cast<size_t>(element);
-    uint64_t clamped = 0;
-    if (codec_kernels().decode[scheme][index](job, clamped)) return clamped;
-    clamped = 0;
-    kScalarCodec.decode[scheme][index](job, clamped);
-    return clamped;
-  };
-  if (is_wide(to.element)) return {decode(to.element), 0};
-
-  std::vector<float> values(size_t{rows} * content);
-  std::byte* value_row[kMaxPanelRows];
-  for (uint32_t r = 0; r < rows; ++r) {
-    value_row[r] = reinterpret_cast<std::byte*>(values.data() + size_t{r} * content);
-  }
-  job.row = value_row;
-  decode(ElementType::kFloat32);
-  for (uint32_t r = 0; r < rows; ++r) {
-    loss += convert_row({ElementType::kFloat32, 1.0f}, to, value_row[r], content, row[r]);
+  if (left_out.none()) return decode_rows(encoding.scheme, from, to, panel);
+  Loss loss;
+  for (uint32_t begin = 0; begin < rows; ++begin) {
+    uint32_t end = begin;
+    while (end < rows && !left_out[end]) ++end;
+    if (end == begin) continue;
+    loss += decode_rows(encoding.scheme, from, to,
+                        part_of(panel, encoding.scheme, from.element, begin, end));
+    begin = end;
   }
   return loss;
 }

@@ -78,6 +78,28 @@ KVXFER_DEVICE void store_zeros(char* wire, uint32_t begin, uint32_t end) {
   if (begin + thread_id() < end) store<uint8_t>(wire + begin + thread_id(), 0);
 }
 
+// Calls visit(number, row, entry, at) for each marked row of the chunk, of which there are at most
+// `most`: the how manieth it is, and where its bytes lie if the first one's lie at `begin`. Returns
+// where the last one's end. All threads take part, each with rows of its own.
+template <class Visit>
+KVXFER_DEVICE uint32_t visit_marked(const PanelLaunch& launch, const PanelChunk& chunk,
+                                    uint32_t most, uint32_t begin, Visit visit) {
+  uint32_t found = 0;
+  for (uint32_t first = 0; first < chunk.rows && found < most; first += kThreads) {
+    const uint32_t row = first + thread_id();
+    const bool goes = row < chunk.rows && load<uint8_t>(address_of(chunk.marks + row)) != 0;
+    const PanelEntry& entry = entry_of_row(launch, chunk, goes ? row : 0);
+    const uint32_t bytes = goes ? raw_row_bytes(launch, entry) : 0;
+    uint32_t rows_here = 0, bytes_here = 0;
+    const uint32_t number = found + scan_group(goes ? 1 : 0, rows_here) - 1;
+    const uint32_t at = begin + scan_group(bytes, bytes_here) - bytes;
+    if (goes) visit(number, row, entry, at);
+    found += rows_here;
+    begin += bytes_here;
+  }
+  return begin;
+}
+
 // Behind the panels of a chunk that is packed. group_x() is the chunk.
 KVXFER_DEVICE void finish_chunk(const PanelLaunch& launch) {
   const PanelChunk chunk = launch.chunks[group_x()];
@@ -88,37 +110,26 @@ KVXFER_DEVICE void finish_chunk(const PanelLaunch& launch) {
     store<uint32_t>(wire + word * 4, header_word(launch, chunk, exceptions, word));
   }
   const uint32_t raw_begin = chunk.panels_end + up16(4 * exceptions);
-  uint32_t found = 0, raw_bytes = 0;
-  for (uint32_t first = 0; first < chunk.rows && found < exceptions; first += kThreads) {
-    const uint32_t row = first + thread_id();
-    const bool goes = row < chunk.rows && load<uint8_t>(address_of(chunk.marks + row)) != 0;
-    const PanelEntry& entry = entry_of_row(launch, chunk, goes ? row : 0);
-    const uint32_t bytes = goes ? raw_row_bytes(launch, entry) : 0;
-    uint32_t rows_here = 0, bytes_here = 0;
-    const uint32_t index = found + scan_group(goes ? 1 : 0, rows_here) - 1;
-    const uint32_t at = raw_begin + raw_bytes + scan_group(bytes, bytes_here) - bytes;
-    if (goes) {
-      store<uint32_t>(wire + chunk.panels_end + index * 4, row);
-      const PanelKind& kind = launch.kinds[entry.kind];
-      const uint32_t size = element_size(kind.producer);
-      const char* from = row_at(launch, entry, launch.views[entry.view], row - entry.first_row);
-      for (uint32_t i = 0; i < bytes; i += size) {
-        store_bits(wire + at + i, size, load_bits(from + i, size));
-      }
+  const auto copy_row = [&](uint32_t number, uint32_t row, const PanelEntry& entry, uint32_t at) {
+    store<uint32_t>(wire + chunk.panels_end + number * 4, row);
+    const uint32_t size = element_size(launch.kinds[entry.kind].producer);
+    const char* from = row_at(launch, entry, launch.views[entry.view], row - entry.first_row);
+    for (uint32_t i = 0; i < raw_row_bytes(launch, entry); i += size) {
+      store_bits(wire + at + i, size, load_bits(from + i, size));
     }
-    found += rows_here;
-    raw_bytes += bytes_here;
-  }
-  const uint32_t bytes = raw_begin + up16(raw_bytes);
+  };
+  const uint32_t raw_end = visit_marked(launch, chunk, exceptions, raw_begin, copy_row);
+  const uint32_t bytes = up16(raw_end);
   store_zeros(wire, chunk.panels_end + 4 * exceptions, raw_begin);
-  store_zeros(wire, raw_begin + raw_bytes, bytes);
+  store_zeros(wire, raw_end, bytes);
   if (thread_id() == 0) state.bytes = bytes;
   barrier();
   digest_ends(launch, chunk, group_x(), bytes);
 }
 
 // Before the panels of a chunk that is unpacked: refuses what the host's check_header() and
-// read_indices() would. group_x() is the chunk.
+// read_indices() would, and marks the rows that it brings as they are, so that nobody looks at the
+// indices again, which the peer may change. group_x() is the chunk.
 KVXFER_DEVICE void check_chunk(const PanelLaunch& launch) {
   KVXFER_SHARED uint32_t wrong;
   KVXFER_SHARED uint32_t raw_bytes;
@@ -154,6 +165,7 @@ KVXFER_DEVICE void check_chunk(const PanelLaunch& launch) {
       }
       const PanelEntry& entry = entry_of_row(launch, chunk, row);
       if (launch.kinds[entry.kind].scheme == kRaw) or_shared(&wrong, 1);
+      store<uint8_t>(address_of(chunk.marks + row), 1);
       add_shared(&raw_bytes, raw_row_bytes(launch, entry));
     }
   }
@@ -168,41 +180,31 @@ KVXFER_DEVICE void check_chunk(const PanelLaunch& launch) {
   if (!refused) digest_ends(launch, chunk, group_x(), chunk.bytes);
 }
 
-// Behind the panels of a chunk that is unpacked. The chunk may have changed since it was checked.
+// Behind the panels of a chunk that is unpacked.
 KVXFER_DEVICE void put_raw_rows(const PanelLaunch& launch) {
   const PanelChunk chunk = launch.chunks[group_x()];
   PanelState& state = launch.states[group_x()];
   if (state.refused != 0 || state.exceptions == 0) return;
   const char* wire = address_of(chunk.wire);
-  const char* indices = wire + chunk.panels_end;
-  uint32_t at = chunk.panels_end + up16(4 * state.exceptions);
   uint32_t clamped = 0;
-  for (uint32_t first = 0; first < state.exceptions; first += kThreads) {
-    const uint32_t i = first + thread_id();
-    const uint32_t row = i < state.exceptions ? load<uint32_t>(indices + i * 4) : chunk.rows;
-    const bool there = row < chunk.rows;
-    const PanelEntry& entry = entry_of_row(launch, chunk, there ? row : 0);
-    const uint32_t bytes = there ? raw_row_bytes(launch, entry) : 0;
-    uint32_t bytes_here = 0;
-    const uint32_t from = at + scan_group(bytes, bytes_here) - bytes;
-    if (there && from + bytes <= chunk.bytes) {
-      const PanelKind& kind = launch.kinds[entry.kind];
-      const PanelView& view = launch.views[entry.view];
-      const uint32_t size = element_size(kind.producer);
-      const uint32_t own = element_size(kind.own);
-      char* to = row_at(launch, entry, view, row - entry.first_row);
-      for (uint32_t c = 0; c < kind.content; ++c) {
-        const uint32_t bits = load_bits(wire + from + c * size, size);
-        if (kind.producer == kind.own) {
-          store_bits(to + c * own, own, bits);
-        } else {
-          const float value = element_value(bits, kind.producer) * view.inverse;
-          store_bits(to + c * own, own, to_element(value, kind.own, clamped));
-        }
+  const auto put_row = [&](uint32_t, uint32_t row, const PanelEntry& entry, uint32_t from) {
+    const PanelKind& kind = launch.kinds[entry.kind];
+    const PanelView& view = launch.views[entry.view];
+    const uint32_t size = element_size(kind.producer);
+    const uint32_t own = element_size(kind.own);
+    char* to = row_at(launch, entry, view, row - entry.first_row);
+    for (uint32_t c = 0; c < kind.content; ++c) {
+      const uint32_t bits = load_bits(wire + from + c * size, size);
+      if (kind.producer == kind.own) {
+        store_bits(to + c * own, own, bits);
+      } else {
+        const float value = element_value(bits, kind.producer) * view.inverse;
+        store_bits(to + c * own, own, to_element(value, kind.own, clamped));
       }
     }
-    at += bytes_here;
-  }
+  };
+  visit_marked(launch, chunk, state.exceptions, chunk.panels_end + up16(4 * state.exceptions),
+               put_row);
   if (clamped != 0) add_global(&state.clamped, uint64_t{clamped});
 }
 

@@ -207,10 +207,12 @@ KVXFER_DEVICE void unpack_any(const PanelLaunch& launch) {
     const PanelKind& kind = panel.kind;
     const uint32_t size = element_size(kind.own);
     const bool copied = kind.scheme == kRaw && kind.producer == kind.own;
+    const RawRows raw(launch, panel.entry);
     uint32_t clamped = 0;
     digest.enter(launch.states, panel.entry.chunk, 0);
     for (uint32_t e = thread_id(); e < panel.entry.rows * kind.content; e += kThreads) {
       const uint32_t row = e / kind.content;
+      if (raw.has(row)) continue;
       char* to = row_at(launch, panel.entry, panel.view, row) + (e - row * kind.content) * size;
       if (copied) {
         store_bits(to, size, load_bits(panel.codes() + e * size, size));

@@ -236,6 +236,7 @@ KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
     const uint32_t format = launch.kinds[entry.kind].scale_format;
     const char* wire = address_of(launch.chunks[entry.chunk].wire);
     const uint32_t scales = entry.wire + entry.rows * kContent;
+    const RawRows raw_rows(launch, entry);
     digest.enter(launch.states, entry.chunk, entry.wire / 8 % 8);
     for (uint32_t first = 0; first < entry.rows; first += kTeams * kRows) {
       Vec8 codes[kRows][kN];
@@ -257,13 +258,15 @@ KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
       for (uint32_t r = 0; r < kRows; ++r) {
         const uint32_t row = first + r * kTeams + team;
         if (row >= entry.rows) continue;
+        const bool raw = raw_rows.has(row);
         const bool ordinary = float_bits(scale[r]) < 227u << 23;
         const uint32_t at = entry.wire + row * kContent + member * 8;
         KVXFER_UNROLL
         for (uint32_t n = 0; n < kN; ++n) {
+          digest.add(at + n * kTeam * 8, codes[r][n]);
+          if (raw) continue;
           store_once<Vec16>(to[r] + n * kTeam * 16,
                             decode8<kScheme, kElement>(codes[r][n], scale[r], ordinary, clamped));
-          digest.add(at + n * kTeam * 8, codes[r][n]);
         }
       }
     }

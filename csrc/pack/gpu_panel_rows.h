@@ -22,6 +22,19 @@ KVXFER_DEVICE char* row_at(const PanelLaunch& launch, const PanelEntry& entry,
   return address_of(entry.base + offset);
 }
 
+// The rows of a panel that the chunk to be unpacked brings as they are.
+struct RawRows {
+  uint64_t marks = 0;  // 0: none in all of the chunk
+
+  KVXFER_DEVICE RawRows(const PanelLaunch& launch, const PanelEntry& entry) {
+    if (launch.states[entry.chunk].exceptions == 0) return;
+    marks = launch.chunks[entry.chunk].marks + entry.first_row;
+  }
+  KVXFER_DEVICE bool has(uint32_t row) const {
+    return marks != 0 && load<uint8_t>(address_of(marks + row)) != 0;
+  }
+};
+
 struct PanelSize {
   uint32_t groups, codes, scales;  // groups of a row that share a scale; bytes, not filled up
 };

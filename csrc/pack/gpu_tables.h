@@ -70,8 +70,9 @@ struct PanelEntry {
 static_assert(sizeof(PanelEntry) == 32);
 
 struct PanelChunk {
-  uint64_t wire = 0;   // address, a multiple of 16
-  uint64_t marks = 0;  // address of a byte for each row, 1 for those that go raw; zero at first
+  uint64_t wire = 0;  // address, a multiple of 16
+  // Address of a byte for each row, 1 for those that go raw: written by kernels, zero at first.
+  uint64_t marks = 0;
   uint32_t first_entry = 0;  // of its panels
   uint32_t panels = 0;
   uint32_t rows = 0;

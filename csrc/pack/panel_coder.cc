@@ -176,8 +176,9 @@ DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t 
   size_t taken = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
     find_rows();
-    result.loss += decode_panel(cursor_.encoding(), cursor_.producer(), cursor_.own(), wire + at,
-                                cursor_.rows(), cursor_.content(), row_.data());
+    result.loss +=
+        decode_panel(cursor_.encoding(), cursor_.producer(), cursor_.own(), wire + at,
+                     cursor_.rows(), cursor_.content(), row_.data(), raw_rows(taken, first_row));
     result.loss += put_raw_rows(raw_row, taken, first_row);
     if (scattered()) scatter_gathered();
     first_row += cursor_.rows();
@@ -214,6 +215,14 @@ uint64_t PanelCoder::read_indices(const std::byte* wire, uint32_t exceptions) {
     raw_bytes += cursor.content() * producer_bytes_;
   }
   return raw_bytes;
+}
+
+RowMask PanelCoder::raw_rows(size_t taken, uint32_t first_row) const {
+  RowMask rows;
+  for (; taken < indices_.size() && indices_[taken] - first_row < cursor_.rows(); ++taken) {
+    rows.set(indices_[taken] - first_row);
+  }
+  return rows;
 }
 
 Loss PanelCoder::put_raw_rows(const std::byte*& source, size_t& taken, uint32_t first_row) {

@@ -37,6 +37,8 @@ class PanelCoder {
   uint64_t put_exceptions(std::byte* wire, uint64_t at) const;
   // Reads and checks the indices of raw rows into indices_; returns the bytes of those rows.
   uint64_t read_indices(const std::byte* wire, uint32_t exceptions);
+  // Of the cursor's panel: those from indices_[taken] on.
+  RowMask raw_rows(size_t taken, uint32_t first_row) const;
   Loss put_raw_rows(const std::byte*& source, size_t& taken, uint32_t first_row);
 
   const PanelPlan& plan_;

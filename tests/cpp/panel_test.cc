@@ -9,6 +9,7 @@
 
 #include "kvxfer/panel_plan.h"
 #include "kvxfer/status.h"
+#include "simd_variant.h"
 
 namespace kvxfer {
 namespace {
@@ -112,12 +113,11 @@ size_t count_wrong(Side& producer, Side& consumer, uint32_t content) {
 }
 
 TEST_CASE("panels: raw, between element types, scales, block sizes and strides") {
-  const std::string before = simd_variant();
   const ElementType types[] = {ElementType::kFloat32,        ElementType::kFloat16,
                                ElementType::kBFloat16,       ElementType::kFloat8E4M3FN,
                                ElementType::kFloat8E4M3FNUZ, ElementType::kFloat8E5M2};
   for (const std::string& variant : simd_variants()) {
-    set_simd_variant(variant);
+    const SimdVariant in_use(variant);
     for (const ElementType from : types) {
       for (const ElementType to : types) {
         for (const int64_t spread : {1, 3}) {
@@ -143,7 +143,6 @@ TEST_CASE("panels: raw, between element types, scales, block sizes and strides")
       }
     }
   }
-  set_simd_variant(before);
 }
 
 TEST_CASE("panels: rows that cannot be encoded arrive as they are") {
@@ -173,6 +172,48 @@ TEST_CASE("panels: rows that cannot be encoded arrive as they are") {
     }
     zero_tail(target);
     CHECK(count_wrong(producer, consumer, 20) == 0);
+  }
+}
+
+TEST_CASE("panels: a row that goes raw counts by its elements, never by its codes") {
+  constexpr uint32_t kContent = 64, kMarked = 5;  // tokens of the slice: 2 of them marked
+  const uint16_t large = 0x4800, one = 0x3f80, nan = 0x7fc0;  // 2^17: too large for float16
+  Side producer(ElementType::kBFloat16, 8, kContent), consumer(ElementType::kFloat16, 24, kContent);
+  for (uint32_t view = 0; view < kLayers * kPlanes; ++view) {
+    for (uint32_t head = 0; head < kHeads; ++head) {
+      for (uint32_t token = 0; token < kSlots; ++token) {
+        const bool marked = token == kBegin + kMarked || token == kEnd - 1;
+        for (uint32_t column = 0; column < kContent; ++column) {
+          const uint16_t& value = !marked ? large : column == 7 ? nan : one;
+          std::memcpy(producer.element(view, head, token, column), &value, 2);
+        }
+      }
+    }
+  }
+  constexpr uint64_t kClamped =
+      uint64_t{kLayers * kPlanes * kHeads} * (kEnd - kBegin - 2) * kContent;
+  for (const std::string& name : simd_variants()) {
+    const SimdVariant variant(name);
+    for (const Scheme scheme :
+         {Scheme::kFloat8E4M3, Scheme::kFloat8E5M2, Scheme::kInt8, Scheme::kInt8Channel}) {
+      CAPTURE(name);
+      CAPTURE(scheme_name(scheme));
+      const PanelFormat format = format_of(producer, {scheme, ScaleFormat::kBFloat16, 0});
+      const PanelPlan source = producer.plan(format), target = consumer.plan(format);
+      auto wire = packed(source, 0, source.num_panels(), 3);
+      // Not what an encoder writes for a marked row: its codes and, where it has one, its scale.
+      std::byte* codes = wire.data() + 64;
+      std::memset(codes + kMarked * kContent, 0x7b, kContent);
+      if (scheme != Scheme::kInt8Channel) {
+        std::memcpy(codes + format.panel_tokens * kContent + kMarked * 2, &large, 2);
+      }
+      const DecodedChunk chunk =
+          unpack_panels(target, 0, source.num_panels(), wire.data(), wire.size(), 3);
+      CHECK(chunk.exceptions == kLayers * kPlanes * kHeads * 2);
+      CHECK(chunk.loss.clamped == kClamped);
+      zero_tail(target);
+      CHECK(count_wrong(producer, consumer, kContent) == 0);
+    }
   }
 }
 

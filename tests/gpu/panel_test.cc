@@ -223,6 +223,69 @@ TEST_CASE("gpu panels: every fast kernel, panels that start and end anywhere, an
   }
 }
 
+TEST_CASE("gpu panels: a row that goes raw counts by its elements, never by its codes") {
+  constexpr uint32_t kContent = 128, kTokens = 40, kMarked = 5;
+  const uint16_t large = 0x4800, one = 0x3f80, nan = 0x7fc0;  // 2^17: too large for float16
+  for (const Scheme scheme :
+       {Scheme::kFloat8E4M3, Scheme::kFloat8E5M2, Scheme::kInt8, Scheme::kInt8Channel}) {
+    CAPTURE(static_cast<int>(scheme));
+    Random random(9);
+    Case made(random);
+    made.shape = {};
+    made.shape.element = ElementType::kBFloat16;
+    made.shape.contents = {kContent};
+    made.shape.block_size = 16;
+    made.shape.blocks = 3;
+    made.shape.heads = 2;
+    made.shape.layers = 1;
+    made.request = {};
+    made.request.slice = {{0}, 0, 2, 0, kTokens};
+    made.request.table.blocks = {2, 0, 1};
+    made.request.plane_of = {0};
+    made.format = {};
+    made.format.panel_tokens = kTokens;
+    made.format.producer_element = ElementType::kBFloat16;
+    made.format.encodings = {{scheme, ScaleFormat::kBFloat16, 0}};
+    AlignedBytes memory(made.shape.bytes());
+    for (size_t i = 0; i < memory.size(); i += 2) std::memcpy(memory.data() + i, &large, 2);
+    const CacheLayout layout = made.shape.layout(memory.data());
+    for (uint32_t head = 0; head < 2; ++head) {
+      const PlaneView& view = layout.views[0];
+      std::byte* row = view.data + made.request.table.blocks[0] * view.block_stride +
+                       head * view.head_stride + kMarked * view.token_stride;
+      for (uint32_t c = 0; c < kContent; ++c) std::memcpy(row + c * 2, c == 7 ? &nan : &one, 2);
+    }
+    const PanelPlan plan = made.plan(memory.data());
+    const std::vector<uint32_t> cuts = {0, plan.num_panels()};
+    auto wires = make_wires(plan, cuts);
+    const CodedChunk chunk = pack_panels(plan, 0, cuts[1], wires[0].data(), 1);
+    // Not what an encoder writes for a marked row: its codes and, where it has one, its scale.
+    std::byte* codes = wires[0].data() + 64;
+    std::memset(codes + kMarked * kContent, 0x7b, kContent);
+    if (scheme != Scheme::kInt8Channel) {
+      std::memcpy(codes + kTokens * kContent + kMarked * 2, &large, 2);
+    }
+    CacheShape target = made.shape;
+    target.element = ElementType::kFloat16;
+    AlignedBytes to(target.bytes(), 0x5a), reference(target.bytes(), 0x5a);
+    const PanelPlan to_plan = made.with(target, to.data());
+    const PanelPlan reference_plan = made.with(target, reference.data());
+    Launcher unpacking(to_plan, cuts, wires, {chunk.bytes});
+    std::map<std::string, int> seen;
+    unpacking.count_kernels(seen);
+    CHECK(seen.count("kvxfer_unpack_panels") == (scheme == Scheme::kInt8Channel ? 1 : 0));
+    unpacking.unpack(1);
+    const DecodedChunk decoded =
+        unpack_panels(reference_plan, 0, cuts[1], wires[0].data(), chunk.bytes, 1);
+    CHECK(decoded.exceptions == 2);
+    CHECK(decoded.loss.clamped == 2 * (kTokens - 1) * kContent);
+    CHECK(unpacking.state(0).exceptions == 2);
+    CHECK(unpacking.state(0).clamped == decoded.loss.clamped);
+    CHECK(unpacking.digest(0, 1) == decoded.digest);
+    CHECK(to == reference);
+  }
+}
+
 TEST_CASE("gpu panels: a chunk that the host would refuse is refused, and nothing is written") {
   int refused = 0;
   for (uint32_t seed = 0; seed < 40; ++seed) {

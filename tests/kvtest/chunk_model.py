@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from kv_model import Transfer
+from kv_model import Table, Transfer, make_side, reference_digest
 
 from kvtest import codec_model
 from kvtest.codec_model import STORAGE, Encoding, Stored, up16
@@ -27,6 +27,7 @@ ELEMENTS = [
 ]
 FOREVER = 2**32 - 1
 RAW = Encoding("raw")
+GUARD = 0xEE
 
 # By name: offset from its start, and struct's letter.
 HEADER_FIELDS = {
@@ -68,6 +69,9 @@ class Format:
             producer_element=self.element,
             codec=self.codec,
         )
+
+
+INT8 = Format((Encoding("int8_channel"), Encoding("int8")))
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,8 @@ def deliver(transfer: Transfer, form: Format, first: int, end: int) -> Result:
         else:
             coded, marked = codec_model.encode_panel(stored, form.element, panel.encoding)
             values = codec_model.decode_panel(coded, form.element, panel.encoding, *stored.shape)
-            made, clamped = codec_model.into_cache(values, element)
+            made = np.empty(stored.shape, STORAGE[element])
+            made[~marked], clamped = codec_model.into_cache(values[~marked], element)
             result.clamped += clamped
             if marked.any():
                 made[marked] = convert(stored[marked])
@@ -243,3 +248,51 @@ def fill_numbers(transfer: Transfer, rng: np.random.Generator, strange: float) -
         columns = rng.integers(0, view.shape[-1], len(where))
         values = rng.choice(np.array(special[side.element], STORAGE[side.element]), len(where))
         view[(*where.T, columns)] = values
+
+
+def pack(plan: _core.PanelPlan, first: int, end: int, seed: int) -> tuple[bytes, int]:
+    """Pack into memory as large as promised; returns the chunk and its exceptions."""
+    wire = np.full(plan.most_bytes(first, end) + 16, GUARD, np.uint8)
+    size, exceptions, digest = _core.pack_panels(plan, first, end, wire[:-16], seed)
+    assert (wire[size:] == GUARD).all()
+    made = wire[:size].tobytes()
+    assert digest == reference_digest(made, seed)
+    return made, exceptions
+
+
+def pair(
+    elements: tuple[str, str] = ("bfloat16", "bfloat16"),
+    producer: dict[str, object] | None = None,
+    consumer: dict[str, object] | None = None,
+    tokens: tuple[int, int] = (0, 100),
+    strange: float = 0,
+    **common: object,
+) -> Transfer:
+    """Two sides of one model: the producer has blocks of 16, the consumer other ones of 64."""
+    shape: dict[str, object] = {
+        "layers": ["a", "b"],
+        "planes": {"k": 32, "v": 32},
+        "num_heads": 2,
+        "axes": "BNHC",
+        **common,
+    }
+    source = make_side(
+        element=elements[0], **{**shape, "num_blocks": 10, "block_size": 16, **(producer or {})}
+    )
+    target = make_side(
+        element=elements[1],
+        **{**shape, "num_blocks": 4, "block_size": 64, "axes": "BHNC", **(consumer or {})},
+    )
+    transfer = Transfer(
+        source,
+        target,
+        Table([7, 2, 9, 0, 1, 8, 4, 3, 6, 5], 0, 0),
+        Table([3, 0, 2, 1], 0, 0),
+        source.layers,
+        list(source.planes),
+        (0, source.num_heads),
+        tokens,
+    )
+    fill_numbers(transfer, np.random.default_rng(3), strange)
+    target.memory[...] = GUARD
+    return transfer

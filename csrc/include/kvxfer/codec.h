@@ -84,9 +84,11 @@ struct Loss {
 bool can_convert(const Stored& from, const Stored& to);
 
 // Decodes a panel of panel_bytes() bytes into rows of `to`. `from` is what the producer holds; it
-// matters to kRaw alone, whose elements are converted where they differ from `to`.
+// matters to kRaw alone, whose elements are converted where they differ from `to`. Rows that are
+// `left_out`, because they travelled as they are, are neither written nor counted.
 Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to,
-                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row);
+                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row,
+                  const RowMask& left_out = {});
 
 // Converts `count` contiguous elements. 8-bit to 8-bit floats keep their value or count as inexact;
 // all else rounds to nearest even, and clamps.
