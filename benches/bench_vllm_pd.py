@@ -28,9 +28,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrations"))
 
-from rig.engines import Server, completion, free_port, running, start_engine, start_proxy, tokens
+from rig.engines import (
+    Server,
+    completion,
+    free_port,
+    prompt,
+    running,
+    start_engine,
+    start_proxy,
+    tokens,
+)
 from rig.model import write_model
-from rig.pair import prompt
 
 Ask = Callable[[list[int], int], list[float]]
 IDLE_SECONDS = 5

@@ -25,7 +25,6 @@ LENGTHS = (1, 2, 31, 32, 33, 64, 100, 333, 1000, 3000)
 def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A single engine, a prefill engine, two decode engines (one of them broken), and proxies."""
     from rig import engines
-    from rig.pair import prompt
 
     logs = tmp_path_factory.mktemp("engines")
     single = engines.start_engine(model, logs / "single.log", core="0")
@@ -48,7 +47,7 @@ def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             concurrent=concurrent,
             ask=engines.completion,
             tokens=engines.tokens,
-            prompt=prompt,
+            prompt=engines.prompt,
         )
 
 

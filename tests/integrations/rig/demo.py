@@ -14,9 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rig.engines import Server, running, start_engine, start_proxy
+from rig.engines import Server, prompt, running, start_engine, start_proxy
 from rig.model import write_model
-from rig.pair import prompt
 
 
 def ask(server: Server, tokens: list[int], count: int) -> tuple[list[int], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,11 @@ from typing import Any
 RIG = Path(__file__).parents[1]
 START_SECONDS = 1500  # imports alone take a quarter of a minute on a busy machine
 ANSWER_SECONDS = 300
+
+
+def prompt(length: int, seed: object = 0) -> list[int]:
+    numbers = random.Random(f"{length}/{seed}")
+    return [numbers.randrange(3, 512) for _ in range(length)]
 
 
 def free_port() -> int:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
+from rig.engines import prompt as prompt
 from rig.fake import Engine, expected, prefill_params
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    numbers = random.Random(f"{length}/{seed}")
-    return [numbers.randrange(3, 512) for _ in range(length)]
 
 
 def step_until(done: Callable[[], bool], *engines: Engine) -> None:
