@@ -66,6 +66,20 @@ void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   core.waiting[generation].insert(serve);
 }
 
+// Runs on the pool, without the mutex: measuring takes a while, once.
+void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
+  try {
+    codec_rates();
+    Guard guard(core);
+    if (!serve->ended) find_offer(core, serve);
+  } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
+    Guard guard(core);
+    end_serve(core, serve,
+              refusal(*serve, StatusCode::kNoResources,
+                      "'" + core.options.name + "' could not serve it: " + error.what()));
+  }
+}
+
 }  // namespace
 
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
@@ -98,12 +112,11 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   }
   peer->serves[serve->request.fetch_id] = serve;
   const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
-  if (!left_to_us || codec_rates_known()) return find_offer(core, serve);
-  core.pool->submit([&core, serve] {
-    codec_rates();  // takes a while, once: so not with the mutex held
-    Guard guard(core);
-    if (!serve->ended) find_offer(core, serve);
-  });
+  const bool shared = !peer->link->mapped_arena().empty();  // then the answer is raw
+  if (!left_to_us || shared || codec_rates_known()) return find_offer(core, serve);
+  if (core.pool->submit([&core, serve] { measure_and_find_offer(core, serve); })) return;
+  end_serve(core, serve,
+            refusal(*serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));
 }
 
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
