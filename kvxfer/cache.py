@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from kvxfer.errors import InvalidError, LayoutError
 
 _AXES = {"P": "plane", "B": "block", "H": "kv head", "N": "token", "C": "content"}
 _REQUIRED = "BNC"
+# Normal numbers of float32, which is how scales travel: those below have no inverse there.
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Cache:
         uint16 storage or ``"float8_e4m3fn"`` in uint8.
     scales
         What stored numbers are multiplied by to get their values, in caches of 8-bit floats: one
-        for each plane, as ``(k_scale, v_scale)``, or a list of such for each layer. By default 1.
+        for each plane, as ``(k_scale, v_scale)``, or a list of such for each layer. At least 2^-126;
+        by default 1.
 
     Raises
     ------
@@ -349,8 +351,11 @@ def _scales(
                 f"layer {layer!r}: it has {planes} planes and {len(values)} scales: {values}"
             )
         for value in values:
-            if not (value > 0 and math.isfinite(value)):
-                raise LayoutError(f"layer {layer!r}: a scale is {value}; it must be positive")
+            if not _LEAST_SCALE <= value <= _MOST_SCALE:
+                raise LayoutError(
+                    f"layer {layer!r}: a scale is {value}; as a float32 it must be finite, and at "
+                    f"least 2^-126, which is {_LEAST_SCALE:.4g}"
+                )
         found += values
     return found
 

@@ -1,7 +1,6 @@
 #include "kvxfer/agent.h"
 
 #include "base/event_loop.h"
-#include "engine/codecs.h"
 #include "engine/core.h"
 
 namespace kvxfer {
@@ -44,7 +43,6 @@ Agent::~Agent() { close(); }
 CacheId Agent::register_cache(const CacheLayout& layout) {
   layout.validate();
   check_announceable(layout);
-  check_scales(layout.scales, layout.views.size(), layout.element);
   AgentCore& core = *core_;
   core.check_fork();
   Guard guard(core);

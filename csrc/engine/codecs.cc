@@ -1,7 +1,7 @@
 #include "engine/codecs.h"
 
+#include <algorithm>
 #include <array>
-#include <cmath>
 #include <utility>
 
 #include "kvxfer/status.h"
@@ -86,6 +86,24 @@ std::vector<Encoding> encodings_of(Codec codec, const std::vector<PlaneSpec>& pl
   return encodings;
 }
 
+uint64_t most_panel_chunk(const std::vector<Encoding>& encodings,
+                          const std::vector<PlaneSpec>& planes, ElementType element,
+                          uint32_t tokens) {
+  const auto up = [](uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; };
+  const uint64_t header = up(24 + 8 * planes.size(), 64);
+  uint64_t most = 0;
+  for (size_t plane = 0; plane < planes.size(); ++plane) {
+    const uint32_t content = planes[plane].content;
+    uint64_t bytes = header + panel_bytes(encodings[plane], element, tokens, content);
+    if (encodings[plane].scheme != Scheme::kRaw) {
+      bytes += up(4 * uint64_t{tokens}, 16);
+      bytes += up(uint64_t{tokens} * content * element_bytes(element), 16);
+    }
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 void check_codec(const CodecSpec& spec, const std::vector<PlaneSpec>& planes) {
   const auto require = [](bool fine, const std::string& what) {
     if (!fine) throw Error(StatusCode::kInvalid, what);
@@ -104,26 +122,6 @@ void check_codec(const CodecSpec& spec, const std::vector<PlaneSpec>& planes) {
   // What elements the producer holds is not known here: it refuses what can't hold them.
   for (const Encoding& encoding : encodings_of(spec.codec, planes, spec.group, spec.scale)) {
     check_encoding(encoding, ElementType::kBFloat16);
-  }
-}
-
-void check_scales(const std::vector<float>& scales, size_t views, ElementType element) {
-  if (scales.empty()) return;
-  if (scales.size() != views) {
-    throw Error(StatusCode::kInvalid, "a cache of " + std::to_string(views) +
-                                          " layers times planes has " +
-                                          std::to_string(scales.size()) + " scales");
-  }
-  for (const float scale : scales) {
-    if (!std::isfinite(scale) || !(scale > 0)) {
-      throw Error(StatusCode::kInvalid,
-                  "a cache's scale is " + std::to_string(scale) + "; it must be positive");
-    }
-    if (scale != 1 && !is_float8(element)) {
-      throw Error(StatusCode::kInvalid, "a cache of " + std::string(element_name(element)) +
-                                            " has a scale of " + std::to_string(scale) +
-                                            "; only 8-bit floats have others than 1");
-    }
   }
 }
 

@@ -26,10 +26,13 @@ Encoding encoding_of(Codec codec, const PlaneSpec& plane, uint32_t group, ScaleF
 std::vector<Encoding> encodings_of(Codec codec, const std::vector<PlaneSpec>& planes,
                                    uint32_t group, ScaleFormat scale);
 
+// Most bytes of a chunk that is one panel of so many tokens, of whichever plane: all its rows raw.
+uint64_t most_panel_chunk(const std::vector<Encoding>& encodings,
+                          const std::vector<PlaneSpec>& planes, ElementType element,
+                          uint32_t tokens);
+
 // Throws Error(kInvalid) for what no cache with these planes can be sent with.
 void check_codec(const CodecSpec& spec, const std::vector<PlaneSpec>& planes);
-// Throws Error(kInvalid) unless there are none, or `views` that float8 elements can have.
-void check_scales(const std::vector<float>& scales, size_t views, ElementType element);
 
 inline Stored stored(const CacheLayout& layout, size_t layer, size_t plane) {
   return {layout.element, layout.scale(layer, plane)};

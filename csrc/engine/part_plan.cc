@@ -5,6 +5,7 @@
 #include "engine/codec_choice.h"
 #include "engine/codecs.h"
 #include "engine/core.h"
+#include "layout/scale_checks.h"
 
 namespace kvxfer {
 namespace {
@@ -31,13 +32,46 @@ bool all_equal(const CacheLayout& layout, const Part& part, const PanelFormat& f
   return true;
 }
 
+// What FETCH may be answered with.
+bool may_answer(Codec codec, Codec asked) {
+  return asked == Codec::kAuto ? codec == Codec::kRaw || codec == kRecommended : codec == asked;
+}
+
+// Throws Error(kProtocol) unless a plane is encoded as was asked for: an answer of another scale
+// format or group would be another quality.
+Encoding checked_encoding(const wire::PlaneEncoding& found, const PlaneSpec& plane, Codec codec,
+                          const CodecSpec& asked) {
+  const Encoding wanted = encoding_of(codec, plane, asked.group, asked.scale);
+  const auto differs = [&](const std::string& what, uint32_t value, uint32_t expected) {
+    refuse("names " + what + " " + std::to_string(value) + " for plane '" + plane.name +
+           "', where codec " + codec_name(codec) + " as it was asked for has " +
+           std::to_string(expected));
+  };
+  if (found.scheme != static_cast<uint8_t>(wanted.scheme)) {
+    differs("scheme", found.scheme, static_cast<uint8_t>(wanted.scheme));
+  }
+  if (found.scale_format > static_cast<uint8_t>(ScaleFormat::kE8M0)) {
+    refuse("names the unknown scale format " + std::to_string(found.scale_format));
+  }
+  const Encoding named{wanted.scheme, static_cast<ScaleFormat>(found.scale_format), found.group};
+  if (wanted.scheme == Scheme::kRaw) return named;  // which has no scales
+  if (named.scale != wanted.scale) {
+    differs("scale format", found.scale_format, static_cast<uint8_t>(wanted.scale));
+  }
+  const bool left_to_producer = asked.group == 0 && wanted.scheme != Scheme::kInt8Channel;
+  if (!left_to_producer && named.group != wanted.group) {
+    differs("group", named.group, wanted.group);
+  }
+  return named;
+}
+
 // Throws Error(kProtocol) unless it is an answer to what was asked.
 PanelFormat checked_format(const Part& part, const wire::Accept& accept) {
   const CacheLayout& layout = part.fetch->cache->layout;
   const CodecSpec& asked = part.fetch->spec.codec;
   const auto codec = static_cast<Codec>(accept.codec);
-  const bool known = codec_name(codec) != std::string("unknown") && codec != Codec::kAuto;
-  if (!known || (codec != asked.codec && asked.codec != Codec::kAuto)) {
+  if (!may_answer(codec, asked.codec)) {
+    const bool known = codec_name(codec) != std::string("unknown");
     refuse("names codec " + (known ? codec_name(codec) : "number " + std::to_string(accept.codec)) +
            ", asked for was " + codec_name(asked.codec));
   }
@@ -51,6 +85,13 @@ PanelFormat checked_format(const Part& part, const wire::Accept& accept) {
   format.producer_scales = accept.scales;
   check_scales(accept.scales, part.spec.layers.size() * layout.planes.size(),
                format.producer_element);
+  if (codec != Codec::kRaw) {
+    format.raw_until = asked.raw_until;
+    format.raw_from = asked.raw_from;
+  }
+  if (accept.raw_until != format.raw_until || accept.raw_from != format.raw_from) {
+    refuse("leaves other tokens raw than asked for");
+  }
   const bool plain = accept.panel_tokens == 0;
   if (plain && (codec != Codec::kRaw || !accept.encodings.empty())) {
     refuse("names a codec for plain memory");
@@ -63,25 +104,9 @@ PanelFormat checked_format(const Part& part, const wire::Accept& accept) {
            std::to_string(layout.planes.size()) + " planes are asked for");
   }
   for (size_t plane = 0; plane < layout.planes.size(); ++plane) {
-    const wire::PlaneEncoding& found = accept.encodings[plane];
-    const Encoding wanted = encoding_of(codec, layout.planes[plane], 0, ScaleFormat::kBFloat16);
-    if (found.scheme != static_cast<uint8_t>(wanted.scheme)) {
-      refuse("names scheme " + std::to_string(found.scheme) + " for plane '" +
-             layout.planes[plane].name + "', which is not that of codec " + codec_name(codec));
-    }
-    if (found.scale_format > static_cast<uint8_t>(ScaleFormat::kE8M0)) {
-      refuse("names the unknown scale format " + std::to_string(found.scale_format));
-    }
-    format.encodings.push_back({static_cast<Scheme>(found.scheme),
-                                static_cast<ScaleFormat>(found.scale_format), found.group});
+    format.encodings.push_back(
+        checked_encoding(accept.encodings[plane], layout.planes[plane], codec, asked));
     check_encoding(format.encodings.back(), format.producer_element);
-  }
-  if (codec != Codec::kRaw) {
-    format.raw_until = asked.raw_until;
-    format.raw_from = asked.raw_from;
-  }
-  if (accept.raw_until != format.raw_until || accept.raw_from != format.raw_from) {
-    refuse("leaves other tokens raw than asked for");
   }
   return format;
 }

@@ -3,6 +3,7 @@
 #include "base/event_loop.h"
 #include "engine/codecs.h"
 #include "engine/core.h"
+#include "layout/scale_checks.h"
 
 namespace kvxfer {
 namespace {

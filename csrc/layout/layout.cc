@@ -4,6 +4,7 @@
 
 #include "kvxfer/status.h"
 #include "layout/overlap.h"
+#include "layout/scale_checks.h"
 
 namespace kvxfer {
 namespace {
@@ -60,6 +61,7 @@ void CacheLayout::validate() const {
   element_bytes(element);
   check_counts(*this);
   check_names(*this);
+  check_scales(scales, views.size(), element);
 
   std::vector<Footprint> footprints;
   footprints.reserve(views.size());

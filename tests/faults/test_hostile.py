@@ -88,6 +88,7 @@ HELLO_AGAIN = wire.hello("stranger", 1)
         [wire.layout(scales=(1.0,), element=4)],
         [wire.layout(scales=(0.0, 1.0), element=4)],
         [wire.layout(scales=(1.0, float("nan")), element=4)],
+        [wire.layout(scales=(1e-39, 1.0), element=4)],
         [wire.layout(block_size=0)],
         [wire.layout(heads=(0, 0))],
         [wire.layout(layers=())],
@@ -103,7 +104,7 @@ HELLO_AGAIN = wire.hello("stranger", 1)
         [struct.pack("<BQB", wire.REFUSED, 1, 3) + wire.text("no")],
         [wire.of_fetch(wire.CANCELLED, 1)],
     ],
-    ids=range(25),
+    ids=range(26),
 )
 def test_messages_that_make_no_sense_end_the_link(victim: Victim, messages: list[bytes]) -> None:
     with wire.consumer(victim.prefill.address) as fake:

@@ -11,6 +11,7 @@ from kvtest import codec_model as model
 from kvtest import wire
 from kvtest.agents import LONG, consumer, producer, until
 from kvtest.caches import Geometry, Paged
+from kvtest.child import Child
 from kvtest.coded import fill_like_a_model
 
 import kvxfer
@@ -25,16 +26,14 @@ MOST = CODED + 4 * ROWS + 32 * ROWS  # with all rows raw
 
 
 class Bait:
-    """A consumer with one fetch of two blocks in int8 from a producer made by hand."""
+    """A consumer with one fetch of two blocks from a producer made by hand."""
 
-    def __init__(self, decode: kvxfer.Agent, fake: wire.FakeProducer) -> None:
+    def __init__(self, decode: kvxfer.Agent, fake: wire.FakeProducer, codec: str) -> None:
         self.decode = decode
         self.target = Paged(SIDE)
         decode.register(self.target.cache)
         self.ticket = kvxfer.issue_ticket("r", [fake.reference()], num_tokens=TOKENS)
-        self.fetch = decode.fetch(
-            self.ticket, self.target.cache, [3, 4], codec="int8", timeout=LONG
-        )
+        self.fetch = decode.fetch(self.ticket, self.target.cache, [3, 4], codec=codec, timeout=LONG)
         self.peer = fake.accept()
         raw = self.peer.hear_a(wire.FETCH)
         (self.id,) = struct.unpack_from("<Q", raw, 1)
@@ -74,9 +73,10 @@ class Bait:
 
 
 @pytest.fixture
-def bait() -> Iterator[Bait]:
+def bait(request: pytest.FixtureRequest) -> Iterator[Bait]:
+    """In int8, or in the codec that the test names."""
     with wire.FakeProducer() as fake, consumer("tcp") as decode:
-        bait = Bait(decode, fake)
+        bait = Bait(decode, fake, getattr(request, "param", "int8"))
         with bait.peer:
             yield bait
         until(lambda: decode.stats.peers == 0)
@@ -258,6 +258,117 @@ def test_accepts_of_something_else(bait: Bait, change: dict) -> None:
     assert bait.target.poisoned
 
 
+def most(encodings: tuple[tuple[int, int, int], ...]) -> int:
+    """Most bytes of the chunk with all of its rows raw."""
+    size = HEADER
+    for scheme, scale_format, group in encodings:
+        groups = -(-16 // group) if group else 1
+        scales = {0: 0, 4: 2 * 16}.get(scheme, 32 * groups) * (4, 2, 1)[scale_format]
+        size += 4 * (32 * 16 * (2 if scheme == 0 else 1) + scales)
+    return size + (4 + 32) * ROWS if encodings[0][0] else size
+
+
+CODES = {"raw": wire.RAW, "fp8_e4m3": wire.FP8_E4M3, "fp8_e5m2": wire.FP8_E5M2, "int8": wire.INT8}
+
+
+@pytest.mark.parametrize(
+    ("bait", "codec", "encodings", "words"),
+    [
+        ("int8(group=4, scale=float32)", "int8", INT8, "scale format 1 for plane 'k'"),
+        ("int8(group=4, scale=float32)", "int8", ((4, 0, 0), (3, 0, 0)), "group 0 for plane 'v'"),
+        ("int8(group=4, scale=float32)", "int8", ((4, 0, 4), (3, 0, 4)), "group 4 for plane 'k'"),
+        ("int8", "int8", ((4, 1, 8), (3, 1, 0)), "group 8 for plane 'k'"),
+        ("fp8_e4m3(group=8, scale=float32)", "fp8_e4m3", ((1, 2, 0),) * 2, "scale format 2"),
+        ("fp8_e4m3(group=8)", "fp8_e4m3", ((1, 1, 8), (1, 1, 0)), "group 0 for plane 'v'"),
+        ("fp8_e4m3(group=16)", "fp8_e4m3", ((1, 1, 8), (1, 1, 8)), "group 8 for plane 'k'"),
+        ("auto", "fp8_e5m2", ((2, 1, 0),) * 2, "codec fp8_e5m2, asked for was auto"),
+        ("auto", "fp8_e4m3", ((1, 1, 0),) * 2, "codec fp8_e4m3, asked for was auto"),
+        ("auto", "int8", ((4, 0, 0), (3, 0, 0)), "scale format 0"),
+    ],
+    indirect=["bait"],
+)
+def test_accepts_of_another_quality(
+    bait: Bait, codec: str, encodings: tuple[tuple[int, int, int], ...], words: str
+) -> None:
+    bait.accept(codec=CODES[codec], encodings=encodings, wire_bytes=most(encodings))
+    bait.fails(Status.PROTOCOL, words)
+    assert bait.target.poisoned
+
+
+@pytest.mark.parametrize(
+    ("bait", "codec", "encodings", "panel_tokens", "why"),
+    [
+        ("int8(group=4, scale=float32)", "int8", ((4, 0, 0), (3, 0, 4)), 64, "because"),
+        ("int8(group=16)", "int8", INT8, 64, "because"),
+        ("int8(group=17)", "int8", INT8, 32, "because"),
+        (
+            "fp8_e4m3",
+            "fp8_e4m3",
+            ((1, 1, 8), (1, 1, 0)),
+            64,
+            "because; 8 elements of plane 'k' share a scale",
+        ),
+        (
+            "fp8_e4m3(panel_tokens=100)",
+            "fp8_e4m3",
+            ((1, 1, 0),) * 2,
+            16,
+            "because; panels have 16 tokens, not 100, for a chunk of 65536 bytes to hold one",
+        ),
+        ("auto", "int8", INT8, 64, "because"),
+        ("auto", "raw", ((0, 1, 0),) * 2, 64, "because"),
+        ("raw", "raw", ((0, 0, 0),) * 2, 5, "because"),
+    ],
+    indirect=["bait"],
+)
+def test_accepts_of_what_was_asked_for(
+    bait: Bait,
+    codec: str,
+    encodings: tuple[tuple[int, int, int], ...],
+    panel_tokens: int,
+    why: str,
+) -> None:
+    """What the others rest on. What differs from the question is in the report."""
+    bait.accept(
+        codec=CODES[codec],
+        encodings=encodings,
+        panel_tokens=panel_tokens,
+        wire_bytes=most(encodings),
+    )
+    until(lambda: bait.fetch.done or bait.fetch.report.codec != "")
+    assert not bait.fetch.done, bait.fetch.error
+    assert (bait.fetch.report.codec, bait.fetch.report.codec_why) == (codec, why)
+    bait.fetch.cancel()
+
+
+PLAIN = {"codec": wire.RAW, "encodings": (), "panel_tokens": 0, "wire_bytes": 32 * ROWS}
+
+
+@pytest.mark.parametrize("bait", ["raw", "auto"], indirect=True)
+@pytest.mark.parametrize("stretch", [(1, wire.NEVER), (0, wire.NEVER - 1), (0, 0)], ids=str)
+def test_plain_memory_has_no_tiers(bait: Bait, stretch: tuple[int, int]) -> None:
+    bait.accept(**PLAIN, stretch=stretch)
+    bait.fails(Status.PROTOCOL, "other tokens raw")
+    assert bait.target.poisoned
+
+
+@pytest.mark.parametrize("bait", ["raw", "auto"], indirect=True)
+def test_plain_memory(bait: Bait) -> None:
+    bait.accept(**PLAIN)
+    until(lambda: bait.fetch.done or bait.fetch.report.codec != "")
+    assert not bait.fetch.done, bait.fetch.error
+    bait.fetch.cancel()
+
+
+@pytest.mark.parametrize("bait", ["raw"], indirect=True)
+@pytest.mark.parametrize("scale", [1e-39, 0.0, -1.0, float("inf"), float("nan")], ids=str)
+def test_scales_that_no_cache_has(bait: Bait, scale: float) -> None:
+    raw = ((0, 1, 0),) * 2
+    bait.accept(codec=wire.RAW, encodings=raw, element=4, scales=(1.0, scale))
+    bait.fails(Status.PROTOCOL, "a cache's scale is", f"{scale:.4g}"[:5])
+    assert bait.target.poisoned
+
+
 @pytest.mark.parametrize("change", [{"wire_bytes": MOST - 1}, {"num_chunks": 2}], ids=str)
 def test_accepts_of_other_chunks(bait: Bait, change: dict[str, int]) -> None:
     bait.accept(**change)
@@ -324,3 +435,67 @@ def test_a_consumer_that_lacks_what_auto_would_take() -> None:
                     answer = fake.hear_a(wire.ACCEPT)
                     assert answer[35] == wire.RAW
                     assert (b"does not have int8" in answer) == (schemes == 1)
+
+
+@pytest.fixture
+def fresh() -> Iterator[tuple[Child, str, kvxfer.Ticket]]:
+    """A process of its own, so that its agent has not measured its codecs yet, and an offer."""
+    with Child() as child:
+        address = child.call("start", "prefill", "tcp", listen="")
+        child.call("cache", "source", SIDE, 1)
+        yield child, address, child.call("offer", "source", [5, 6], TOKENS)
+
+
+def serves_auto(peer: wire.FakePeer, ticket: kvxfer.Ticket, fetch_id: int) -> None:
+    """The next word but pings is the ACCEPT of this fetch."""
+    peer.say(wire.fetch(ticket, fetch_id=fetch_id, codec=255, rates=(1, 1), slots=()))
+    while (word := peer.hear()) is not None and word[0] == wire.PING:
+        pass
+    assert word is not None
+    assert struct.unpack_from("<BQ", word) == (wire.ACCEPT, fetch_id)
+
+
+def test_auto_that_is_cancelled_while_codecs_are_measured(
+    fresh: tuple[Child, str, kvxfer.Ticket],
+) -> None:
+    _, address, ticket = fresh
+    with wire.consumer(address) as peer:
+        peer.say(
+            wire.layout(),
+            wire.fetch(ticket, codec=255, rates=(1, 1)),
+            wire.of_fetch(wire.CANCEL, 1),
+        )
+        while (word := peer.hear()) is not None and word[0] == wire.PING:
+            pass
+        assert word == wire.of_fetch(wire.CANCELLED, 1)
+        serves_auto(peer, ticket, 2)
+
+
+def test_auto_whose_link_is_lost_while_codecs_are_measured(
+    fresh: tuple[Child, str, kvxfer.Ticket],
+) -> None:
+    child, address, ticket = fresh
+    with wire.consumer(address) as peer:
+        peer.say(wire.layout(), wire.fetch(ticket, codec=255, rates=(1, 1)))
+    until(lambda: child.call("stats")["peers"] == 0)
+    assert child.call("stats")["serving"] == 0
+    with wire.consumer(address, "another") as peer:
+        peer.say(wire.layout())
+        serves_auto(peer, ticket, 1)
+
+
+@pytest.mark.skipif(
+    _core.build_info()["sanitize"] != "", reason="sanitizers end a process that has no memory"
+)
+def test_auto_where_there_is_no_memory_to_measure_codecs(
+    fresh: tuple[Child, str, kvxfer.Ticket],
+) -> None:
+    child, address, ticket = fresh
+    with wire.consumer(address) as peer:
+        child.call("limit_data", 8 << 20)
+        peer.say(wire.layout(), wire.fetch(ticket, codec=255, rates=(1, 1)))
+        refused = peer.hear_a(wire.REFUSED)
+        assert struct.unpack_from("<BQB", refused) == (wire.REFUSED, 1, 11)  # NO_RESOURCES
+        assert b"'prefill' could not serve it" in refused
+        child.call("unlimit", "RLIMIT_DATA")
+        serves_auto(peer, ticket, 2)

@@ -117,6 +117,15 @@ class Server:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self.limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + beyond)
 
+    def limit_data(self, beyond: int) -> None:
+        """Let this process allocate only so many bytes more than it has now."""
+        status = Path("/proc/self/status").read_text()
+        held = int(status.split("VmData:")[1].split()[0]) << 10
+        self.limit("RLIMIT_DATA", held + beyond)
+
+    def unlimit(self, what: str) -> None:
+        resource.setrlimit(getattr(resource, what), self.limits.pop(what))
+
     def drop_privileges(self) -> None:
         socket.getaddrinfo("127.0.0.1", 0)  # imports what may be out of reach afterwards
         os.setgid(65534)

@@ -38,7 +38,7 @@ struct CacheLayout {
   std::vector<PlaneSpec> planes;
   std::vector<PlaneView> views;  // [layers.size()][planes.size()], layer-major
   // What a stored number is multiplied by to get the value, [layers.size()][planes.size()]; empty
-  // for 1 everywhere. Only caches of 8-bit floats have others.
+  // for 1 everywhere. Only caches of 8-bit floats have others; the least is 2^-126.
   std::vector<float> scales;
 
   const PlaneView& view(size_t layer, size_t plane) const {
@@ -50,7 +50,8 @@ struct CacheLayout {
   uint64_t token_bytes() const;  // of one token over all layers, planes and heads
 
   // Throws Error(kInvalid) naming the layer, plane and axis when anything is empty, a stride is
-  // negative or makes two elements share memory, names repeat, or two views are the same memory.
+  // negative or makes two elements share memory, names repeat, two views are the same memory, or a
+  // scale is not as above.
   void validate() const;
 };
 
