@@ -45,10 +45,12 @@ class Codec:
         One of `codecs()`, but for ``tiered``, which `recent` and `sinks` make.
     panel_tokens
         Tokens whose keys share the scales of ``int8``, 1 to 256: fewer are more faithful, more are
-        smaller. By default 64.
+        smaller. By default 64. Where a chunk (`Config.chunk_bytes` of both sides) does not hold a
+        panel of so many tokens, with all its rows raw, it is halved until one does, and
+        `Report.codec_why` says so.
     group
         Elements of a row that share a scale. By default the whole row, or 128 where it has more
-        than 256.
+        than 256. One that is longer than a row is the whole row.
     scale
         Format of the scales: ``"float32"``, ``"bfloat16"`` (the default), or for the fp8 codecs
         ``"e8m0"``, powers of two.

@@ -9,12 +9,24 @@ namespace kvxfer {
 namespace {
 
 constexpr uint32_t kMinChunk = 128u << 10;  // smaller ones cost more in messages than they win
-constexpr uint64_t kMostHeader = 512;       // of a coded chunk and a panel of one row, roughly
+
+// What a chunk must hold: a panel as large as asked for, or a row where that is all the same.
+uint64_t least_chunk(const Part& part) {
+  const FetchSpec& spec = part.fetch->spec;
+  const CodecSpec& codec = spec.codec;
+  const std::vector<PlaneSpec>& planes = part.fetch->cache->layout.planes;
+  const uint32_t tokens =
+      codec.codec == Codec::kRaw ? 1 : std::min(codec.panel_tokens, spec.num_tokens);
+  // The producer may hold any type: this is the widest.
+  return most_panel_chunk(encodings_of(codec.codec, planes, codec.group, codec.scale), planes,
+                          ElementType::kFloat32, tokens);
+}
 
 // Smaller chunks for small fetches, so that packing and unpacking overlap there too.
 uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
   const bool coded = part.fetch->spec.codec.codec != Codec::kRaw;
-  uint64_t most = std::min(core.options.slot_bytes, part.peer->slot_bytes);
+  const uint64_t slot = std::min(core.options.slot_bytes, part.peer->slot_bytes);
+  uint64_t most = slot;
   if (!part.peer->link->one_sided()) {
     // A slot must hold a coded chunk even if it all travels raw; mostly a third of it is used.
     const uint64_t copied = core.options.copied_chunk_bytes;
@@ -22,11 +34,8 @@ uint32_t pick_chunk_bytes(const AgentCore& core, const Part& part) {
   }
   const uint64_t room = coded ? part.memory_bytes / 2 * 3 : part.memory_bytes;
   const uint64_t share = (room / core.options.window + 4095) / 4096 * 4096;
-  uint64_t row = 0;  // the least that a chunk must hold, coded or converted from whatever
-  for (const PlaneSpec& plane : part.fetch->cache->layout.planes) {
-    row = std::max(row, kMostHeader + plane.content * uint64_t{2 * sizeof(float)});
-  }
-  return static_cast<uint32_t>(std::min(most, std::max({uint64_t{kMinChunk}, share, row})));
+  const uint64_t chunk = std::min(most, std::max(uint64_t{kMinChunk}, share));
+  return static_cast<uint32_t>(std::max(chunk, std::min(slot, least_chunk(part))));
 }
 
 // A report on several parts names everything once.
@@ -35,13 +44,36 @@ void add_distinct(std::string& list, const std::string& text) {
   list += (list.empty() ? "" : ", ") + text;
 }
 
+// In what a codec is another than the one asked for, or "".
+std::string said_of_codec(const Part& part, const wire::Accept& accept) {
+  const FetchSpec& spec = part.fetch->spec;
+  const CodecSpec& asked = spec.codec;
+  if (static_cast<Codec>(accept.codec) == Codec::kRaw) return "";
+  std::string text;
+  if (accept.panel_tokens < std::min(asked.panel_tokens, spec.num_tokens)) {
+    text += "; panels have " + std::to_string(accept.panel_tokens) + " tokens, not " +
+            std::to_string(asked.panel_tokens) + ", for a chunk of " +
+            std::to_string(part.chunk_bytes) + " bytes to hold one";
+  }
+  for (size_t i = 0; i < accept.encodings.size(); ++i) {
+    const PlaneSpec& plane = part.fetch->cache->layout.planes[i];
+    const uint16_t group = accept.encodings[i].group;
+    const Codec codec = static_cast<Codec>(accept.codec);
+    if (group == encoding_of(codec, plane, asked.group, asked.scale).group) continue;
+    text += "; " + (group == 0 ? "whole rows" : std::to_string(group) + " elements") +
+            " of plane '" + plane.name + "' share a scale";
+  }
+  return text;
+}
+
 void report_accept(const Part& part, const wire::Accept& accept) {
   FetchReport& report = part.fetch->report;
   std::string letters;
   for (const uint8_t axis : accept.order) letters += "LPTHN"[axis];
   add_distinct(report.wire_order, letters);
   add_distinct(report.codec, codec_name(static_cast<Codec>(accept.codec)));
-  std::string why = accept.why;
+  std::string why = part.fetch->nothing_to_code ? "no tokens are outside the tiers" : accept.why;
+  why += said_of_codec(part, accept);
   const ElementType mine = part.fetch->cache->layout.element;
   if (part.producer_element != mine) {
     why +=
@@ -118,11 +150,10 @@ Status judge(const AgentCore& core, const Part& part, const wire::Commit& commit
              const UnpackedChunk& chunk) {
   if (core.options.digest && chunk.digest != commit.digest) return corrupt(part, commit);
   if (chunk.loss.inexact == 0) return {};
-  const auto held = static_cast<ElementType>(part.producer_element);
   return {StatusCode::kMismatch,
           std::to_string(chunk.loss.inexact) + " elements of chunk " +
               std::to_string(commit.chunk) + " of offer '" + part.fetch->spec.offer_id + "' are " +
-              element_name(held) + " in the cache of '" + part.peer->name +
+              element_name(part.producer_element) + " in the cache of '" + part.peer->name +
               "' and have no equal in this cache's " +
               element_name(part.fetch->cache->layout.element) +
               " and scale: 8-bit floats are converted exactly or not at all; fetch into a cache of "

@@ -109,6 +109,7 @@ struct FetchState {
   std::shared_ptr<AgentCore> core;
   uint64_t handle = 0;
   FetchSpec spec;
+  bool nothing_to_code = false;  // the codec asked for leaves all tokens as they are
   std::shared_ptr<Cache> cache;
   std::vector<std::shared_ptr<Part>> parts;
   uint32_t parts_left = 0;

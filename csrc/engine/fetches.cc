@@ -90,10 +90,10 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   fetch->core = core_;
   fetch->handle = core.next_handle++;
   fetch->spec = spec;
-  if (std::max(spec.codec.raw_until, spec.table.first_token) >=
-      std::min<uint64_t>(spec.codec.raw_from, token_end)) {
-    fetch->spec.codec = {};  // no tokens are left to encode
-  }
+  fetch->nothing_to_code =
+      spec.codec.codec != Codec::kRaw && std::max(spec.codec.raw_until, spec.table.first_token) >=
+                                             std::min<uint64_t>(spec.codec.raw_from, token_end);
+  if (fetch->nothing_to_code) fetch->spec.codec = {};
   fetch->cache = cache->second;
   fetch->started = Clock::now();
   fetch->parts_left = static_cast<uint32_t>(spec.parts.size());

@@ -188,16 +188,10 @@ CodecChoice choose_for(const AgentCore& core, const Serve& serve, const CacheLay
 // Fewer tokens than asked for, where a chunk does not hold a panel of so many.
 uint32_t fit_panels(const wire::Fetch& request, const std::vector<Encoding>& encodings,
                     const std::vector<PlaneSpec>& planes, ElementType element) {
-  const auto up = [](uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; };
+  const uint32_t all = request.token_end - request.token_begin;
   const auto fits = [&](uint32_t tokens) {
-    for (size_t plane = 0; plane < planes.size(); ++plane) {
-      const uint32_t content = planes[plane].content;
-      const uint64_t most =
-          up(24 + 8 * planes.size(), 64) + panel_bytes(encodings[plane], element, tokens, content) +
-          up(4 * tokens, 16) + up(uint64_t{tokens} * content * element_bytes(element), 16);
-      if (most > request.chunk_bytes) return false;
-    }
-    return true;
+    return most_panel_chunk(encodings, planes, element, std::min(tokens, all)) <=
+           request.chunk_bytes;
   };
   uint32_t tokens = request.panel_tokens;
   while (tokens > 1 && !fits(tokens)) tokens /= 2;

@@ -36,11 +36,22 @@ class Geometry:
     num_blocks: int = 24
     dtype: str = "bfloat16"
     model: str = ""
-    scales: tuple[float, ...] | None = None  # by plane
+    # By plane, or for each layer by plane.
+    scales: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
 
     @property
     def num_heads(self) -> int:
         return self.heads[1] - self.heads[0]
+
+    def scale(self, layer: str, plane: str) -> float:
+        if self.scales is None:
+            return 1.0
+        each = self.scales[self.layers.index(layer)] if self.scale_per_layer else self.scales
+        return each[self.planes.index(plane)]
+
+    @property
+    def scale_per_layer(self) -> bool:
+        return self.scales is not None and isinstance(self.scales[0], tuple)
 
     def blocks_for(self, tokens: int, first_slot: int = 0) -> int:
         return -(-(first_slot + tokens) // self.block_size)

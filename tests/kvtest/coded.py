@@ -51,11 +51,6 @@ class Delivered:
     inexact: int = 0
 
 
-def scale_of(side: Paged, plane: str) -> float:
-    g = side.geometry
-    return 1.0 if g.scales is None else g.scales[g.planes.index(plane)]
-
-
 def deliver_coded(
     target: Paged,
     producers: Sequence[Paged],
@@ -89,33 +84,45 @@ def deliver_coded(
                 for first, last, coded in coding.panels(begin, end):
                     part = slice(first - begin, last - begin)
                     into[used[part], at[part] % g.block_size] = _panel(
-                        source, target, plane, rows[part], coding if coded else Coding(), done
+                        _Side.of(source, layer, plane),
+                        _Side.of(target, layer, plane),
+                        rows[part],
+                        (coding if coded else Coding()).encoding(plane, g.content),
+                        done,
                     )
                 into[used[-1], at[-1] % g.block_size + 1 :] = 0
     return done
 
 
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """What the elements of a plane mean."""
+
+    dtype: str
+    scale: float
+
+    @classmethod
+    def of(cls, side: Paged, layer: str, plane: str) -> _Side:
+        return cls(side.geometry.dtype, side.geometry.scale(layer, plane))
+
+
 def _panel(
-    source: Paged, target: Paged, plane: str, rows: np.ndarray, coding: Coding, done: Delivered
+    of: _Side, to: _Side, rows: np.ndarray, encoding: model.Encoding, done: Delivered
 ) -> np.ndarray:
-    of, to = source.geometry.dtype, target.geometry.dtype
     count, content = rows.shape
-    encoding = coding.encoding(plane, content)
-    converted, clamped, inexact = model.convert(
-        rows, of, to, scale_of(source, plane), scale_of(target, plane)
-    )
+    converted, clamped, inexact = model.convert(rows, of.dtype, to.dtype, of.scale, to.scale)
     if encoding.scheme == "raw":
         done.clamped += clamped
         done.inexact += inexact
         return converted
-    coded, marked = model.encode_panel(rows, of, encoding)
-    values = model.decode_panel(coded, of, encoding, count, content)
-    stored, clamped = model.into_cache(values[~marked], to, scale_of(target, plane))
+    coded, marked = model.encode_panel(rows, of.dtype, encoding)
+    values = model.decode_panel(coded, of.dtype, encoding, count, content)
+    stored, clamped = model.into_cache(values[~marked], to.dtype, to.scale)
     found = converted.copy()
     found[~marked] = stored
     done.clamped += clamped
     if marked.any():
-        _, clamped, _ = model.convert(rows[marked], of, to, 1.0, scale_of(target, plane))
+        _, clamped, _ = model.convert(rows[marked], of.dtype, to.dtype, 1.0, to.scale)
         done.clamped += clamped
         done.exceptions += int(marked.sum())
     return found
@@ -131,5 +138,7 @@ def fill_like_a_model(side: Paged, seed: int) -> None:
             content = view.shape[-1]
             offset, spread = rng.normal(0, 2, content), rng.uniform(0.1, 3, content)
             values = (offset + spread * rng.normal(0, 1, view.shape)).astype(np.float32)
-            stored, _ = model.into_cache(values.reshape(-1), dtype, scale_of(side, plane))
+            stored, _ = model.into_cache(
+                values.reshape(-1), dtype, side.geometry.scale(layer, plane)
+            )
             view[...] = stored.reshape(view.shape)
