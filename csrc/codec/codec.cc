@@ -5,15 +5,18 @@
 #include <vector>
 
 #include "codec/codec_kernels.h"
+#include "codec/conversion.h"
 #include "codec/float_bits.h"
 #include "codec/float_mode.h"
+#include "codec/up16.h"
 #include "kvxfer/status.h"
 
 namespace kvxfer {
 namespace {
 
-constexpr const char* kSchemeNames[] = {"raw", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel"};
-constexpr const char* kScaleNames[] = {"float32", "bfloat16", "e8m0"};
+constexpr const char* kSchemeNames[kNumSchemes] = {"raw", "fp8_e4m3", "fp8_e5m2", "int8",
+                                                   "int8_channel"};
+constexpr const char* kScaleNames[kNumScaleFormats] = {"float32", "bfloat16", "e8m0"};
 
 constexpr const CodecKernels* kVariants[] = {
 #if defined(__x86_64__)
@@ -135,11 +138,16 @@ void check_encoding(const Encoding& encoding, ElementType element) {
     refuse("there is no scheme " + std::to_string(static_cast<int>(encoding.scheme)));
   }
   element_bytes(element);  // throws for an unknown one
-  if (encoding.scheme == Scheme::kRaw) return;
-  if (!is_wide(element)) refuse("only float32, float16 and bfloat16 can be encoded; send it raw");
-  if (static_cast<size_t>(encoding.scale) >= std::size(kScaleNames)) {
+  if (static_cast<uint32_t>(encoding.scale) >= kNumScaleFormats) {
     refuse("there is no scale format " + std::to_string(static_cast<int>(encoding.scale)));
   }
+  const bool by_row = encoding.scheme != Scheme::kRaw && encoding.scheme != Scheme::kInt8Channel;
+  if (encoding.group != 0 && !by_row) {
+    refuse("its rows have no scales that a group of " + std::to_string(encoding.group) +
+           " could share; group is 0 here");
+  }
+  if (encoding.scheme == Scheme::kRaw) return;
+  if (!is_wide(element)) refuse("only float32, float16 and bfloat16 can be encoded; send it raw");
   const bool float8 =
       encoding.scheme == Scheme::kFloat8E4M3 || encoding.scheme == Scheme::kFloat8E5M2;
   if (encoding.scale == ScaleFormat::kE8M0 && !float8) {
@@ -176,6 +184,7 @@ Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to
                   const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row,
                   const RowMask& left_out) {
   check_panel(encoding, from.element, rows);
+  check_conversion(from, to);
   if (rows == 0 || content == 0) return {};
   const DecodeJob panel = {encoding.scale,
                            group_of(encoding, content),

@@ -53,10 +53,6 @@ constexpr uint32_t raw_limit(ElementType element) {
                                              : uint32_t{30} << 10;
 }
 
-constexpr float largest_code(Scheme scheme) {
-  return scheme == Scheme::kFloat8E4M3 ? 448.0f : scheme == Scheme::kFloat8E5M2 ? 57344.0f : 127.0f;
-}
-
 // Scales up to this one make values that need no clamping in a cache of that type.
 constexpr float tame_scale(Scheme scheme, ElementType element) {
   if (element != ElementType::kFloat16) return 0x1p100f;

@@ -39,15 +39,9 @@ bool goes_raw(const std::byte* row, uint32_t content) {
   return raw;
 }
 
-constexpr float largest_of(Scheme scheme) {
-  return scheme == Scheme::kFloat8E4M3   ? kFloat8E4M3FN.largest_value
-         : scheme == Scheme::kFloat8E5M2 ? kFloat8E5M2.largest_value
-                                         : 127.0f;
-}
-
 template <Scheme kScheme>
 std::byte to_code(float scaled) {
-  const float largest = largest_of(kScheme);
+  const float largest = largest_code(kScheme);
   const float clamped = std::clamp(scaled, -largest, largest);
   if constexpr (kScheme == Scheme::kInt8) {
     return static_cast<std::byte>(static_cast<int>(std::nearbyint(clamped)));
@@ -85,7 +79,8 @@ RowMask encode_rows(const EncodeJob& job) {
       for (uint32_t i = begin; i < end && !raw[r]; ++i) {
         amax = std::max(amax, std::fabs(load<kElement>(row, i)));
       }
-      const float scale = scale_up(std::max(amax / largest_of(kScheme), kSmallestScale), job.scale);
+      const float scale =
+          scale_up(std::max(amax / largest_code(kScheme), kSmallestScale), job.scale);
       store_scale(scale, job.scale, scales);
       scales += scale_bytes(job.scale);
       for (uint32_t i = begin; i < end; ++i) {

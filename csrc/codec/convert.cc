@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "codec/code_table.h"
 #include "codec/codec_kernels.h"
+#include "codec/conversion.h"
 #include "codec/float_bits.h"
 #include "codec/float_mode.h"
 #include "kvxfer/codec.h"
@@ -14,10 +16,6 @@ namespace {
 bool has_meaning(const Stored& stored) {
   return stored.scale == 1.0f ||
          (is_float8(stored.element) && stored.scale >= 0x1p-126f && !is_infinite(stored.scale));
-}
-
-std::string described(const Stored& stored) {
-  return std::string(element_name(stored.element)) + " with scale " + std::to_string(stored.scale);
 }
 
 template <class Element>
@@ -62,21 +60,35 @@ Loss to_float8(ElementType from, const Stored& to, const std::byte* source, uint
 
 }  // namespace
 
+std::string stored_name(const Stored& stored) {
+  const std::string name = element_name(stored.element);
+  if (stored.scale == 1.0f) return name;
+  char scale[32];
+  std::snprintf(scale, sizeof scale, "%.9g", static_cast<double>(stored.scale));
+  return name + " of scale " + scale;
+}
+
 bool can_convert(const Stored& from, const Stored& to) {
   if (!has_meaning(from) || !has_meaning(to)) return false;
   const bool numbers = from.element != ElementType::kUInt8 && to.element != ElementType::kUInt8;
   return numbers || from.element == to.element;
 }
 
+void check_conversion(const Stored& from, const Stored& to) {
+  if (can_convert(from, to)) return;
+  const bool scales = has_meaning(from) && has_meaning(to);
+  throw Error(StatusCode::kInvalid,
+              stored_name(from) + " cannot be converted to " + stored_name(to) +
+                  (scales ? "; uint8 holds no numbers"
+                          : "; a scale is finite and at least 2^-126, and 1 but for 8-bit floats"));
+}
+
 Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
                  std::byte* target) {
+  check_conversion(from, to);
   if (from == to) {
     std::memcpy(target, source, count * element_bytes(to.element));
     return {};
-  }
-  if (!can_convert(from, to)) {
-    throw Error(StatusCode::kInvalid, described(from) + " cannot be converted to " + described(to) +
-                                          "; ask can_convert() first");
   }
   const FloatMode mode;
   if (is_float8(from.element)) return from_float8(from, to, source, count, target);

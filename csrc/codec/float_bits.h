@@ -125,6 +125,13 @@ inline float zero_down(float value, ScaleFormat format) {
   return float_of((bits + (bits >> 31 != 0 ? 0xffff : 0)) & 0xffff0000);
 }
 
+// The largest number that a code of a scheme with a scale per row stands for.
+constexpr float largest_code(Scheme scheme) {
+  return scheme == Scheme::kFloat8E4M3   ? kFloat8E4M3FN.largest_value
+         : scheme == Scheme::kFloat8E5M2 ? kFloat8E5M2.largest_value
+                                         : 127.0f;
+}
+
 constexpr float kSmallestScale = 0x1p-120f;
 
 inline size_t scale_bytes(ScaleFormat format) {
@@ -145,8 +152,6 @@ inline float load_scale(const std::byte* at, ScaleFormat format) {
                            : format == ScaleFormat::kE8M0  ? 23
                                                            : 16));
 }
-
-constexpr uint64_t up16(uint64_t bytes) { return (bytes + 15) & ~uint64_t{15}; }
 
 }  // namespace kvxfer
 

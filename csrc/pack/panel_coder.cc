@@ -5,14 +5,13 @@
 #include <string>
 
 #include "base/digest_kernels.h"
+#include "codec/up16.h"
 #include "kvxfer/status.h"
 #include "pack/chunk_header.h"
 #include "pack/stream_digest.h"
 
 namespace kvxfer {
 namespace {
-
-constexpr uint64_t up16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 [[noreturn]] void refuse(const std::string& what) {
   throw Error(StatusCode::kProtocol, "a coded chunk " + what);

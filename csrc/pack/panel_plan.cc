@@ -1,13 +1,15 @@
 #include "kvxfer/panel_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
 
+#include "codec/conversion.h"
+#include "codec/up16.h"
 #include "kvxfer/status.h"
 #include "layout/address.h"
+#include "layout/scale_checks.h"
 #include "layout/slice_checks.h"
 #include "pack/chunk_header.h"
 
@@ -15,8 +17,6 @@ namespace kvxfer {
 namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(StatusCode::kInvalid, what); }
-
-constexpr uint64_t up16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 void check_format(const PanelFormat& format, size_t layers, size_t planes) {
   element_bytes(format.producer_element);
@@ -35,24 +35,7 @@ void check_format(const PanelFormat& format, size_t layers, size_t planes) {
   for (const Encoding& encoding : format.encodings) {
     check_encoding(encoding, format.producer_element);
   }
-  if (format.producer_scales.empty()) return;
-  if (format.producer_scales.size() != layers * planes) {
-    refuse(std::to_string(format.producer_scales.size()) + " scales are given for " +
-           std::to_string(layers) + " layers of " + std::to_string(planes) + " planes");
-  }
-  for (const float scale : format.producer_scales) {
-    const bool allowed = is_float8(format.producer_element) || scale == 1.0f;
-    if (!std::isfinite(scale) || scale <= 0 || !allowed) {
-      refuse("a scale of " + std::to_string(scale) + " is given for the producer's " +
-             element_name(format.producer_element) +
-             "; scales are positive, finite, and 1 but for 8-bit floats");
-    }
-  }
-}
-
-std::string text(const Stored& stored) {
-  std::string name = element_name(stored.element);
-  return stored.scale == 1.0f ? name : name + " of scale " + std::to_string(stored.scale);
+  check_scales(format.producer_scales, layers * planes, format.producer_element);
 }
 
 }  // namespace
@@ -90,8 +73,8 @@ PanelPlan::PanelPlan(const CacheLayout& layout, const BlockTable& table, const S
       if (!can_convert(view.producer, view.own)) {
         throw Error(StatusCode::kMismatch, "layer \"" + layout.layers[layer] + "\", plane \"" +
                                                layout.planes[plane].name + "\": the producer's " +
-                                               text(view.producer) + " can't become " +
-                                               text(view.own));
+                                               stored_name(view.producer) + " can't become " +
+                                               stored_name(view.own));
       }
       produces_ = produces_ && view.producer == view.own;
       views_.push_back(view);

@@ -196,6 +196,9 @@ TEST_CASE("codec: what makes no sense is refused") {
   refused({Scheme::kInt8, static_cast<ScaleFormat>(3)}, ElementType::kBFloat16);
   refused({Scheme::kInt8, ScaleFormat::kE8M0}, ElementType::kBFloat16);
   refused({Scheme::kInt8Channel, ScaleFormat::kE8M0}, ElementType::kBFloat16);
+  refused({Scheme::kRaw, static_cast<ScaleFormat>(3)}, ElementType::kBFloat16);
+  refused({Scheme::kRaw, ScaleFormat::kBFloat16, 16}, ElementType::kBFloat16);
+  refused({Scheme::kInt8Channel, ScaleFormat::kBFloat16, 16}, ElementType::kBFloat16);
   refused({Scheme::kFloat8E4M3}, ElementType::kUInt8);
   refused({Scheme::kInt8}, ElementType::kFloat8E4M3FN);
   check_encoding({}, ElementType::kUInt8);
@@ -206,6 +209,8 @@ TEST_CASE("codec: what makes no sense is refused") {
   CHECK_FALSE(can_convert({ElementType::kFloat32}, {ElementType::kFloat8E4M3FN, -1.0f}));
   CHECK_FALSE(can_convert({ElementType::kFloat32}, {ElementType::kFloat8E4M3FN, NAN}));
   CHECK_FALSE(can_convert({ElementType::kFloat32, 2.0f}, {ElementType::kFloat32}));
+  const Stored tiny = {ElementType::kFloat8E4M3FN, 0x1p-127f};
+  CHECK_FALSE(can_convert(tiny, tiny));
   CHECK(can_convert({ElementType::kUInt8}, {ElementType::kUInt8}));
   CHECK(can_convert({ElementType::kFloat8E4M3FNUZ, 0.5f}, {ElementType::kFloat8E4M3FN, 0.25f}));
   std::byte byte{};

@@ -312,7 +312,7 @@ TEST_CASE("panels: what does not fit is refused") {
   bad.producer_scales = {1.0f};
   CHECK(code_of(half, bad) == StatusCode::kInvalid);
   bad = format_of(fp8, {});
-  for (const float scale : {0.0f, -1.0f, INFINITY, NAN}) {
+  for (const float scale : {0.0f, 0x1p-127f, -1.0f, INFINITY, NAN}) {
     bad.producer_scales[3] = scale;
     CHECK(code_of(fp8, bad) == StatusCode::kInvalid);
   }

@@ -34,13 +34,15 @@ enum class ScaleFormat : uint8_t {
   kBFloat16 = 1,
   kE8M0 = 2,  // powers of two, a byte each; for the float8 schemes
 };
+constexpr uint32_t kNumScaleFormats = 3;
 const char* scale_format_name(ScaleFormat format);  // "float32", "bfloat16", "e8m0"
 
 // How one plane is encoded.
 struct Encoding {
   Scheme scheme = Scheme::kRaw;
-  ScaleFormat scale = ScaleFormat::kBFloat16;
-  uint16_t group = 0;  // elements of a row that share a scale; 0: the whole row
+  ScaleFormat scale = ScaleFormat::kBFloat16;  // of no meaning for kRaw
+  // Elements of a row that share a scale; 0: the whole row, and where rows have no scales.
+  uint16_t group = 0;
   friend bool operator==(const Encoding&, const Encoding&) = default;
 };
 
@@ -64,7 +66,8 @@ RowMask encode_panel(const Encoding& encoding, ElementType element, const std::b
 // What a cache's elements mean: a stored number times `scale` is the value.
 struct Stored {
   ElementType element = ElementType::kBFloat16;
-  float scale = 1.0f;  // other than 1 for 8-bit floats only
+  // Finite and at least 2^-126, so that it has an inverse; other than 1 for 8-bit floats only.
+  float scale = 1.0f;
   friend bool operator==(const Stored&, const Stored&) = default;
 };
 
@@ -79,8 +82,9 @@ struct Loss {
   }
 };
 
-// Whether convert_row() and decode_panel() can turn the one into the other: equal types always,
-// uint8 into nothing else, between floats of any width yes.
+// Whether convert_row() and decode_panel() can turn the one into the other, and do not refuse to
+// with Error(kInvalid): equal types always, uint8 into nothing else, between floats of any width
+// yes; none with a scale that it can't have.
 bool can_convert(const Stored& from, const Stored& to);
 
 // Decodes a panel of panel_bytes() bytes into rows of `to`. `from` is what the producer holds; it
