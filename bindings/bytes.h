@@ -32,6 +32,14 @@ class Bytes {
                                           std::to_string(size()) + " bytes");
   }
 
+  // Throws unless `bytes` of them from `offset` on are there.
+  std::byte* at(uint64_t offset, uint64_t bytes) const {
+    if (bytes <= size() && offset <= size() - bytes) return data() + offset;
+    throw Error(StatusCode::kInvalid, std::to_string(bytes) + " bytes at offset " +
+                                          std::to_string(offset) + " do not lie in a buffer of " +
+                                          std::to_string(size()) + " bytes");
+  }
+
  private:
   Py_buffer view_ = {};
 };

@@ -2,10 +2,11 @@
 #include <pybind11/stl.h>
 
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "bytes.h"
+#include "encoding.h"
 #include "kvxfer/codec.h"
 #include "kvxfer/status.h"
 #include "register.h"
@@ -15,56 +16,14 @@ namespace py = pybind11;
 namespace kvxfer::bindings {
 namespace {
 
-using EncodingTuple = std::tuple<std::string, std::string, uint16_t>;
 using StoredTuple = std::pair<std::string, float>;
 using LossTuple = std::pair<uint64_t, uint64_t>;
-
-template <class Enum>
-Enum from_name(const std::string& name, uint32_t count, const char* (*name_of)(Enum)) {
-  std::string known;
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto value = static_cast<Enum>(i);
-    if (name == name_of(value)) return value;
-    known += (i == 0 ? "" : ", ") + std::string(name_of(value));
-  }
-  throw Error(StatusCode::kInvalid, "\"" + name + "\" is not one of " + known);
-}
-
-Encoding to_encoding(const EncodingTuple& encoding) {
-  const auto& [scheme, scale, group] = encoding;
-  return {from_name(scheme, kNumSchemes, &scheme_name), from_name(scale, 3, &scale_format_name),
-          group};
-}
 
 Stored to_stored(const StoredTuple& stored) {
   return {element_from_name(stored.first), stored.second};
 }
 
 LossTuple to_tuple(const Loss& loss) { return {loss.clamped, loss.inexact}; }
-
-// A contiguous buffer's bytes, held as long as this lives.
-class Bytes {
- public:
-  Bytes(const py::buffer& object, bool writable) {
-    const int flags = writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO;
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
-  }
-  ~Bytes() { PyBuffer_Release(&view_); }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-
-  // Throws unless `bytes` of them from `offset` on are there.
-  std::byte* at(uint64_t offset, uint64_t bytes) const {
-    const auto size = static_cast<uint64_t>(view_.len);
-    if (bytes <= size && offset <= size - bytes) return static_cast<std::byte*>(view_.buf) + offset;
-    throw Error(StatusCode::kInvalid, std::to_string(bytes) + " bytes at offset " +
-                                          std::to_string(offset) + " do not lie in a buffer of " +
-                                          std::to_string(size) + " bytes");
-  }
-
- private:
-  Py_buffer view_ = {};
-};
 
 std::vector<std::byte*> rows_at(const Bytes& memory, const std::vector<uint64_t>& offsets,
                                 uint64_t bytes) {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "bytes.h"
+#include "encoding.h"
 #include "kvxfer/panel_plan.h"
-#include "kvxfer/status.h"
 #include "register.h"
 
 namespace py = pybind11;
@@ -17,29 +17,15 @@ namespace kvxfer::bindings {
 namespace {
 
 using DigestTuple = std::pair<uint64_t, uint64_t>;
-using EncodingTuple = std::tuple<std::string, std::string, uint16_t>;  // scheme, scale, group
 
 DigestTuple to_tuple(const Digest& digest) { return {digest.sum, digest.mix}; }
-
-template <class T>
-T from_name(const std::string& name, uint32_t count, const char* (*name_of)(T), const char* what) {
-  std::string known;
-  for (uint32_t i = 0; i < count; ++i) {
-    const char* candidate = name_of(static_cast<T>(i));
-    if (name == candidate) return static_cast<T>(i);
-    known += (known.empty() ? "" : ", ") + std::string(candidate);
-  }
-  throw Error(StatusCode::kInvalid,
-              std::string(what) + " \"" + name + "\" is unknown; there are " + known);
-}
 
 PanelFormat make_format(const std::vector<EncodingTuple>& encodings, uint32_t panel_tokens,
                         uint32_t raw_until, uint32_t raw_from, const std::string& producer_element,
                         std::vector<float> producer_scales, uint8_t codec) {
   PanelFormat format;
-  for (const auto& [scheme, scale, group] : encodings) {
-    format.encodings.push_back({from_name(scheme, kNumSchemes, &scheme_name, "scheme"),
-                                from_name(scale, 3, &scale_format_name, "scale format"), group});
+  for (const EncodingTuple& encoding : encodings) {
+    format.encodings.push_back(to_encoding(encoding));
   }
   format.panel_tokens = panel_tokens;
   format.raw_until = raw_until;

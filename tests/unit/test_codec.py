@@ -317,9 +317,9 @@ def test_what_makes_no_sense_is_refused():
     def encode_as(scheme: str, scale: str = "bfloat16", element: str = "bfloat16"):
         return _core.encode_panel((scheme, scale, 0), element, row, [0], 4)
 
-    with pytest.raises(kvxfer.InvalidError, match='"int7" is not one of raw, fp8_e4m3'):
+    with pytest.raises(kvxfer.InvalidError, match='scheme "int7" is unknown; there are raw, fp8'):
         encode_as("int7")
-    with pytest.raises(kvxfer.InvalidError, match='"float16" is not one of float32, bfloat16'):
+    with pytest.raises(kvxfer.InvalidError, match='scale format "float16" is unknown'):
         encode_as("int8", "float16")
     with pytest.raises(kvxfer.InvalidError, match="int8 of bfloat16: e8m0 scales are for fp8"):
         encode_as("int8", "e8m0")
@@ -331,5 +331,28 @@ def test_what_makes_no_sense_is_refused():
         _core.encode_panel(("int8", "float32", 0), "bfloat16", row, [0] * 257, 4)
     assert not _core.can_convert(("uint8", 1.0), ("float32", 1.0))
     assert not _core.can_convert(("bfloat16", 2.0), ("float32", 1.0))
-    with pytest.raises(kvxfer.InvalidError, match="uint8 with scale 1.* cannot be converted to"):
+    with pytest.raises(kvxfer.InvalidError, match="uint8 cannot be converted to float32"):
         _core.convert_row(("uint8", 1.0), ("float32", 1.0), row, np.zeros(4, np.float32), 1)
+    for scheme in ("raw", "int8_channel"):
+        with pytest.raises(kvxfer.InvalidError, match=f"{scheme} of bfloat16: .* a group of 8 "):
+            _core.encode_panel((scheme, "float32", 8), "bfloat16", row, [0], 4)
+
+
+@pytest.mark.parametrize("scale", [2.0**-127, 2.0**-149, 0.0, -1.0, np.inf, np.nan])
+def test_scales_without_an_inverse_are_refused(scale):
+    fp8, codes, out = "float8_e4m3fn", np.zeros(16, np.uint8), np.zeros(16, np.float32)
+    panel = _core.encode_panel(("int8", "float32", 0), "float32", out, [0], 4)[0]
+    named = f"{fp8} of scale {scale:.9g}".replace("+", r"\+")
+    for source, target in [((fp8, scale), ("float32", 1.0)), ((fp8, scale),) * 2]:
+        assert not _core.can_convert(source, target)
+        with pytest.raises(kvxfer.InvalidError, match=named + ".*at least 2\\^-126"):
+            _core.convert_row(source, target, codes, out, 4)
+    with pytest.raises(kvxfer.InvalidError, match=f"can.*become {named}|converted to {named}"):
+        _core.decode_panel(
+            ("int8", "float32", 0), ("float32", 1.0), (fp8, scale), panel, codes, [0], 4
+        )
+    with pytest.raises(kvxfer.InvalidError, match="float32 of scale 2; a scale is"):
+        _core.decode_panel(
+            ("int8", "float32", 0), ("float32", 1.0), ("float32", 2.0), panel, out, [0], 4
+        )
+    assert _core.can_convert((fp8, 2.0**-126), ("float32", 1.0))
