@@ -82,8 +82,8 @@ class Cache:
         uint16 storage or ``"float8_e4m3fn"`` in uint8.
     scales
         What stored numbers are multiplied by to get their values, in caches of 8-bit floats: one
-        for each plane, as ``(k_scale, v_scale)``, or a list of such for each layer. At least 2^-126;
-        by default 1.
+        for each plane, as ``(k_scale, v_scale)``, or a list of such for each layer. At least
+        2^-126; by default 1.
 
     Raises
     ------
