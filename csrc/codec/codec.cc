@@ -30,6 +30,10 @@ constexpr const CodecKernels* kVariants[] = {
 
 bool is_wide(ElementType element) { return static_cast<size_t>(element) < kWideElements; }
 
+bool scaled_by_row(Scheme scheme) {
+  return scheme != Scheme::kRaw && scheme != Scheme::kInt8Channel;
+}
+
 uint32_t group_of(const Encoding& encoding, uint32_t content) {
   return encoding.group == 0 || encoding.group > content ? content : encoding.group;
 }
@@ -68,7 +72,7 @@ DecodeJob part_of(const DecodeJob& panel, Scheme scheme, ElementType from, uint3
   part.rows = end - begin;
   const size_t code = scheme == Scheme::kRaw ? element_bytes(from) : 1;
   part.codes += size_t{begin} * panel.content * code;
-  if (scheme != Scheme::kInt8Channel) {
+  if (scaled_by_row(scheme)) {
     const uint32_t groups = (panel.content + panel.group - 1) / panel.group;
     part.scales += size_t{begin} * groups * scale_bytes(panel.scale);
   }
@@ -141,8 +145,7 @@ void check_encoding(const Encoding& encoding, ElementType element) {
   if (static_cast<uint32_t>(encoding.scale) >= kNumScaleFormats) {
     refuse("there is no scale format " + std::to_string(static_cast<int>(encoding.scale)));
   }
-  const bool by_row = encoding.scheme != Scheme::kRaw && encoding.scheme != Scheme::kInt8Channel;
-  if (encoding.group != 0 && !by_row) {
+  if (encoding.group != 0 && !scaled_by_row(encoding.scheme)) {
     refuse("its rows have no scales that a group of " + std::to_string(encoding.group) +
            " could share; group is 0 here");
   }
