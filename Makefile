@@ -7,10 +7,10 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
+.PHONY: help demo test test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
 
 help:  ## print the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## set up .venv, build the extension, install the package as editable
 	@tools/system.sh
@@ -37,6 +37,10 @@ test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" go
 	@build/release/kvxfer_gpu_tests_64 --no-intro
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
+
+# Not part of `make test`: it needs a cross compiler and qemu.
+test-arm64: test-tools  ## compile for arm64, run the tests of digest, codecs and packing under qemu
+	@tools/arm64.sh $(ARGS)
 
 vllm-tools: build-tests
 	@tools/vllm.sh
