@@ -265,3 +265,15 @@ def test_tensor_parallel_degrees(
     d.abort(gone)
     pair.settle(p, d)
     assert "failures" not in d.stats or d.stats["failures"] == {"cancelled": other}
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3"])
+def test_codec_is_handed_on(engine: Callable[..., Any], pair: Any, codec: str) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer", block_size=64, extra={"codec": codec})
+    tokens = pair.prompt(300)
+    _, params = pair.prefill(p, tokens)
+    name = d.add(tokens, params=params)
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    assert "failures" not in d.stats
+    assert d.wrong  # it rounds, so it was used
+    pair.settle(p, d)
