@@ -52,6 +52,7 @@ class TcpLink final : public LinkBase {
       sink().on_written(*this, token, false);
       return;
     }
+    rate_.note();
     std::vector<DataStream::Written> done;
     if (auto failure = choose_stream().write(source, offset, notice, token, done)) {
       lose(std::move(*failure));
@@ -147,6 +148,7 @@ class TcpLink final : public LinkBase {
     }
     DataStream::Failure failure;
     if (events & EPOLLOUT) {
+      rate_.note();
       std::vector<DataStream::Written> done;
       failure = stream.flush(done);
       report(done);
