@@ -24,7 +24,7 @@ struct VerbsOptions {
   uint32_t receives = 128;           // notices that a queue pair takes before they are looked at
   uint64_t stripe_bytes = 256u << 10;  // a write is cut over rails into parts no smaller than this
   uint8_t timeout = 16;                // 4.096 us * 2^timeout without an acknowledgement, ...
-  uint8_t retry_count = 7;             // ... so many times: then the rail is taken for dead
+  uint8_t retry_count = 6;             // ... so many times: the rail is dead. 7: for ever on rxe
   uint8_t rnr_retry = 7;               // 7: a peer that has no receive posted is waited for
   uint8_t min_rnr_timer = 12;          // code of the wait before such a retry; 12: 0.64 ms
   uint8_t traffic_class = 0;           // RoCE: DSCP times 4
