@@ -198,7 +198,21 @@ KVXFER_DEVICE float decoded_element(const PanelAt& panel, uint32_t row, uint32_t
   return number * load_scale(panel.scales() + group * bytes, kind.scale_format);
 }
 
+// In shared memory, where they take no registers.
+KVXFER_DEVICE void find_raw_rows(const PanelLaunch& launch, const PanelEntry& entry,
+                                 uint32_t* marks) {
+  const RawRows raw(launch, entry);
+  barrier();  // the panel before is done with `marks`
+  if (thread_id() < kMostPanelRows / 32) marks[thread_id()] = 0;
+  barrier();
+  for (uint32_t row = thread_id(); row < entry.rows && raw.marks != 0; row += kThreads) {
+    if (raw.has(row)) or_shared(&marks[row / 32], 1u << row % 32);
+  }
+  barrier();
+}
+
 KVXFER_DEVICE void unpack_any(const PanelLaunch& launch) {
+  KVXFER_SHARED uint32_t marks[kMostPanelRows / 32];
   WordDigest digest;
   const uint32_t begin = group_x() * launch.per_group;
   for (uint32_t i = begin; i < begin + launch.per_group && i < launch.count; ++i) {
@@ -207,12 +221,12 @@ KVXFER_DEVICE void unpack_any(const PanelLaunch& launch) {
     const PanelKind& kind = panel.kind;
     const uint32_t size = element_size(kind.own);
     const bool copied = kind.scheme == kRaw && kind.producer == kind.own;
-    const RawRows raw(launch, panel.entry);
+    find_raw_rows(launch, panel.entry, marks);
     uint32_t clamped = 0;
     digest.enter(launch.states, panel.entry.chunk, 0);
     for (uint32_t e = thread_id(); e < panel.entry.rows * kind.content; e += kThreads) {
       const uint32_t row = e / kind.content;
-      if (raw.has(row)) continue;
+      if (marked(marks, row)) continue;
       char* to = row_at(launch, panel.entry, panel.view, row) + (e - row * kind.content) * size;
       if (copied) {
         store_bits(to, size, load_bits(panel.codes() + e * size, size));

@@ -241,13 +241,13 @@ KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
     for (uint32_t first = 0; first < entry.rows; first += kTeams * kRows) {
       Vec8 codes[kRows][kN];
       float scale[kRows];
-      char* to[kRows];
+      char* to[kRows];  // null: the row goes raw
       KVXFER_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
         const uint32_t given = first + r * kTeams + team;
         const uint32_t row = given < entry.rows ? given : 0;
         scale[r] = load_scale(wire + scales + row * scale_size(format), format);
-        to[r] = row_at(launch, entry, view, row) + member * 16;
+        to[r] = raw_rows.has(row) ? nullptr : row_at(launch, entry, view, row) + member * 16;
         KVXFER_UNROLL
         for (uint32_t n = 0; n < kN; ++n) {
           codes[r][n] =
@@ -258,13 +258,12 @@ KVXFER_DEVICE void unpack_rows(const PanelLaunch& launch) {
       for (uint32_t r = 0; r < kRows; ++r) {
         const uint32_t row = first + r * kTeams + team;
         if (row >= entry.rows) continue;
-        const bool raw = raw_rows.has(row);
         const bool ordinary = float_bits(scale[r]) < 227u << 23;
         const uint32_t at = entry.wire + row * kContent + member * 8;
         KVXFER_UNROLL
         for (uint32_t n = 0; n < kN; ++n) {
           digest.add(at + n * kTeam * 8, codes[r][n]);
-          if (raw) continue;
+          if (to[r] == nullptr) continue;
           store_once<Vec16>(to[r] + n * kTeam * 16,
                             decode8<kScheme, kElement>(codes[r][n], scale[r], ordinary, clamped));
         }
