@@ -37,11 +37,11 @@ PanelFormat make_format(const std::vector<EncodingTuple>& encodings, uint32_t pa
 }
 
 auto pack_into(const PanelPlan& plan, uint32_t begin, uint32_t end, const py::buffer& wire,
-               uint64_t seed, bool with_digest) {
+               uint64_t seed, bool with_digest, bool stream) {
   const Bytes bytes(wire, true);
   bytes.require(0, plan.most_bytes(begin, end));
   const py::gil_scoped_release unlocked;
-  const CodedChunk chunk = pack_panels(plan, begin, end, bytes.data(), seed, with_digest);
+  const CodedChunk chunk = pack_panels(plan, begin, end, bytes.data(), seed, with_digest, stream);
   return std::tuple(chunk.bytes, chunk.exceptions, to_tuple(chunk.digest));
 }
 
@@ -78,7 +78,8 @@ void register_panel(py::module_& module) {
           "zero_tail", [](const PanelPlan& plan) { zero_tail(plan); },
           py::call_guard<py::gil_scoped_release>());
   module.def("pack_panels", &pack_into, py::arg("plan"), py::arg("begin"), py::arg("end"),
-             py::arg("wire"), py::arg("seed") = 0, py::arg("with_digest") = true);
+             py::arg("wire"), py::arg("seed") = 0, py::arg("with_digest") = true,
+             py::arg("stream") = false);
   module.def("unpack_panels", &unpack_from, py::arg("plan"), py::arg("begin"), py::arg("end"),
              py::arg("wire"), py::arg("seed") = 0, py::arg("with_digest") = true);
 }

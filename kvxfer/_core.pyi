@@ -224,7 +224,13 @@ class PanelPlan:
     def zero_tail(self) -> None: ...
 
 def pack_panels(
-    plan: PanelPlan, begin: int, end: int, wire: object, seed: int = 0, with_digest: bool = True
+    plan: PanelPlan,
+    begin: int,
+    end: int,
+    wire: object,
+    seed: int = 0,
+    with_digest: bool = True,
+    stream: bool = False,
 ) -> tuple[int, int, tuple[int, int]]:
     """Bytes, rows that went raw, and the digest."""
 

@@ -66,7 +66,12 @@ class Coder:
         """Gather, encode and digest all chunks."""
         for i, (begin, end) in enumerate(self._bounds):
             slot = self.wire.bytes[i * self._slot : (i + 1) * self._slot]
-            self._sizes[i] = self._core.pack_panels(self._plan, begin, end, slot, SEED)[0]
+            self._sizes[i] = self._pack(begin, end, slot)
+
+    def _pack(self, begin: int, end: int, slot: object) -> int:
+        # Streamed, as the engine packs into memory that another process reads.
+        packed = self._core.pack_panels(self._plan, begin, end, slot, SEED, True, True)
+        return int(packed[0])
 
     def decode(self, source: Coder) -> None:
         """Verify the digest of, decode and scatter what `source` has encoded."""

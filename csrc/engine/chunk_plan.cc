@@ -103,8 +103,9 @@ PackedChunk ChunkPlan::pack(uint32_t chunk, std::byte* wire, const Generation& g
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   const uint64_t place = seed(chunk, generation);
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
-    const CodedChunk coded = pack_panels(*panels, static_cast<uint32_t>(begin),
-                                         static_cast<uint32_t>(end), wire, place, with_digest);
+    const CodedChunk coded =
+        pack_panels(*panels, static_cast<uint32_t>(begin), static_cast<uint32_t>(end), wire, place,
+                    with_digest, stream);
     return {coded.bytes, coded.exceptions, coded.digest};
   }
   const Digest digest =

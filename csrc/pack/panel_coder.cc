@@ -94,7 +94,7 @@ void PanelCoder::scatter_gathered() {
   }
 }
 
-CodedChunk PanelCoder::pack(std::byte* wire, uint64_t seed, bool with_digest) {
+CodedChunk PanelCoder::pack(std::byte* wire, uint64_t seed, bool with_digest, bool stream) {
   if (!plan_.produces_) {
     throw Error(StatusCode::kInvalid, std::string("a cache of ") + element_name(plan_.element_) +
                                           " is asked to pack panels whose format says that the "
@@ -102,25 +102,24 @@ CodedChunk PanelCoder::pack(std::byte* wire, uint64_t seed, bool with_digest) {
                                           element_name(plan_.format_.producer_element) +
                                           "; element type and scales must be the cache's own");
   }
-  StreamDigest digest(wire, plan_.header_.size(), with_digest);
-  uint64_t at = plan_.header_.size();
+  ChunkWriter out(wire, plan_.header_.size(), with_digest, stream);
   uint32_t first_row = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
     if (panel + 1 < end_) prefetch_next();
     find_rows();
     if (scattered()) gather_scattered();
+    const uint64_t bytes = cursor_.panel_bytes();
     const RowMask marked = encode_panel(cursor_.encoding(), plan_.element_, row_.data(),
-                                        cursor_.rows(), cursor_.content(), wire + at);
+                                        cursor_.rows(), cursor_.content(), out.room(bytes));
     if (marked.any()) add_exceptions(marked, first_row);
     first_row += cursor_.rows();
-    at += cursor_.panel_bytes();
-    digest.digest_to(at);
+    out.put(bytes);
   }
-  at = put_exceptions(wire, at);
+  put_exceptions(out);
   const auto exceptions = static_cast<uint32_t>(indices_.size());
   put_header(plan_.header_, {begin_, end_ - begin_, exceptions}, wire);
-  return {static_cast<uint32_t>(at), exceptions,
-          digest.finish(wire, plan_.header_.size(), at, seed)};
+  const Digest digest = out.finish(seed);
+  return {static_cast<uint32_t>(out.bytes()), exceptions, digest};
 }
 
 void PanelCoder::add_exceptions(const RowMask& marked, uint32_t first_row) {
@@ -132,16 +131,16 @@ void PanelCoder::add_exceptions(const RowMask& marked, uint32_t first_row) {
   }
 }
 
-uint64_t PanelCoder::put_exceptions(std::byte* wire, uint64_t at) const {
+void PanelCoder::put_exceptions(ChunkWriter& out) const {
   const auto put = [&](const void* from, size_t bytes) {
     if (bytes == 0) return;
-    std::memcpy(wire + at, from, bytes);
-    std::memset(wire + at + bytes, 0, up16(bytes) - bytes);
-    at += up16(bytes);
+    std::byte* room = out.room(up16(bytes));
+    std::memcpy(room, from, bytes);
+    std::memset(room + bytes, 0, up16(bytes) - bytes);
+    out.put(up16(bytes));
   };
   put(indices_.data(), indices_.size() * sizeof(uint32_t));
   put(raw_rows_.data(), raw_rows_.size());
-  return at;
 }
 
 DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t seed,
@@ -184,7 +183,7 @@ DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t 
     at += cursor_.panel_bytes();
     digest.digest_to(at);
   }
-  result.digest = digest.finish(wire, header, bytes, seed);
+  result.digest = digest.finish(bytes, seed);
   return result;
 }
 
@@ -235,8 +234,8 @@ Loss PanelCoder::put_raw_rows(const std::byte*& source, size_t& taken, uint32_t 
 }
 
 CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
-                       uint64_t seed, bool with_digest) {
-  return PanelCoder(plan, begin, end).pack(wire, seed, with_digest);
+                       uint64_t seed, bool with_digest, bool stream) {
+  return PanelCoder(plan, begin, end).pack(wire, seed, with_digest, stream);
 }
 
 DecodedChunk unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,

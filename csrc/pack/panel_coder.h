@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kvxfer/panel_plan.h"
+#include "pack/chunk_writer.h"
 #include "pack/panel_cursor.h"
 
 namespace kvxfer {
@@ -16,7 +17,7 @@ class PanelCoder {
   // Throws Error(kInvalid) for a range that is empty or not the plan's.
   PanelCoder(const PanelPlan& plan, uint32_t begin, uint32_t end);
 
-  CodedChunk pack(std::byte* wire, uint64_t seed, bool with_digest);
+  CodedChunk pack(std::byte* wire, uint64_t seed, bool with_digest, bool stream);
   DecodedChunk unpack(const std::byte* wire, uint64_t bytes, uint64_t seed, bool with_digest);
 
  private:
@@ -34,7 +35,7 @@ class PanelCoder {
   bool scattered() const;
 
   void add_exceptions(const RowMask& marked, uint32_t first_row);
-  uint64_t put_exceptions(std::byte* wire, uint64_t at) const;
+  void put_exceptions(ChunkWriter& out) const;
   // Reads and checks the indices of raw rows into indices_; returns the bytes of those rows.
   uint64_t read_indices(const std::byte* wire, uint32_t exceptions);
   // Of the cursor's panel: those from indices_[taken] on.

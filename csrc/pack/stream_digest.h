@@ -15,7 +15,11 @@ class StreamDigest {
  public:
   // With `enabled` false nothing is done, and the digest is Digest{}.
   StreamDigest(const std::byte* wire, size_t header_bytes, bool enabled)
-      : kernels_(stripe_kernels()), wire_(wire), done_(header_bytes), enabled_(enabled) {
+      : kernels_(stripe_kernels()),
+        wire_(wire),
+        header_bytes_(header_bytes),
+        done_(header_bytes),
+        enabled_(enabled) {
     skip_stripes(state_, static_cast<uint32_t>(header_bytes / kStripe));
   }
 
@@ -26,12 +30,19 @@ class StreamDigest {
     done_ += stripes * kStripe;
   }
 
-  // `header` is what the chunk's header is, whole stripes of it.
-  Digest finish(const std::byte* header, size_t header_bytes, uint64_t bytes, uint64_t seed) {
+  // The same for stripes that are yet to be written to `to`, where digest_to() would have begun.
+  void stream(const std::byte* from, size_t stripes, std::byte* to) {
+    const Segment segment{to, from, stripes};
+    (enabled_ ? kernels_.stream_digest : kernels_.stream)(&segment, 1, 0, state_);
+    done_ += stripes * kStripe;
+  }
+
+  // All of the chunk is in `wire`.
+  Digest finish(uint64_t bytes, uint64_t seed) {
     if (!enabled_) return Digest{};
     digest_to(bytes);
     DigestState front;
-    kernels_.digest(header, header_bytes / kStripe, front);
+    kernels_.digest(wire_, header_bytes_ / kStripe, front);
     add_sums(state_, front);
     return finish_digest(state_, wire_ + done_, bytes - done_, bytes, seed);
   }
@@ -39,6 +50,7 @@ class StreamDigest {
  private:
   const StripeKernels& kernels_;
   const std::byte* const wire_;
+  const size_t header_bytes_;
   uint64_t done_;
   const bool enabled_;
   DigestState state_;

@@ -129,9 +129,9 @@ struct CodedChunk {
 // Gathers and encodes panels [begin, end) into `wire`, which has most_bytes() bytes, and digests
 // what it wrote, all in one pass. Thread-safe; allocates little. Throws Error(kInvalid) for a range
 // that is empty or out of range, and where the plan's cache does not hold what its format says that
-// the producer's does.
+// the producer's does. `stream` is as in pack().
 CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
-                       uint64_t seed, bool with_digest = true);
+                       uint64_t seed, bool with_digest = true, bool stream = false);
 
 struct DecodedChunk {
   Digest digest;
