@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,16 +122,30 @@ def parse(params: Mapping[str, Any]) -> Remote:
         return Remote(
             engine=str(params.get("remote_engine_id")),
             request=str(params.get("remote_request_id") or transfer),
-            num_tokens=int(params["remote_num_tokens"]) if tickets else None,
+            num_tokens=_count("remote_num_tokens", params) if tickets else None,
             tickets=tickets,
             digest=str(ours["digest"]) if tickets else None,
             fields={str(name): str(value) for name, value in dict(ours["fields"]).items()},
-            decode_tp_size=int(ours.get("decode_tp_size", 1)),
-            lease=float(ours.get("lease", 30)),
+            decode_tp_size=_count("decode_tp_size", {"decode_tp_size": 1, **ours}),
+            lease=_lease(ours.get("lease", 30)),
             transfer=None if tickets else str(transfer),
             agents=agents,
         )
     except ParamsError:
         raise
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ParamsError(f"kv_transfer_params is malformed: {error!r}") from error
+
+
+def _count(name: str, given: Mapping[str, Any]) -> int:
+    count = int(given[name])
+    if count < 1:
+        raise ParamsError(f"kv_transfer_params has {name} {count}: it must be positive")
+    return count
+
+
+def _lease(given: Any) -> float:  # noqa: ANN401 - what JSON carries
+    lease = float(given)
+    if not (math.isfinite(lease) and lease > 0):
+        raise ParamsError(f"kv_transfer_params has lease {lease}: it must be positive and finite")
+    return lease

@@ -94,6 +94,7 @@ class Scheduler:
         self._sending: set[str] = set()
         self._renewed = time.monotonic()
         self._warned = 0.0
+        self._warned_of_prefill = False
         self.stats = Stats()
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], object]) -> None:
@@ -109,6 +110,9 @@ class Scheduler:
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - vllm's Request
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
+            if not self._serves(request):
+                self._warn_of_prefill(request)
+                return
             self._truncate(request, params)
             if params.get("transfer_id") and self._settings.concurrent:
                 self._early[request.request_id] = request
@@ -200,7 +204,7 @@ class Scheduler:
         if name in self._loading:
             self._orders.cancel.append(name)
             return False, None  # vLLM keeps the blocks until the load is reported
-        if not params or not params.get("do_remote_decode"):
+        if not params or not params.get("do_remote_decode") or not self._serves(request):
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.status not in _FINISHED or tokens < 1 or not any(blocks) or not self._holders:
@@ -216,7 +220,10 @@ class Scheduler:
                 None,
             )  # it was preempted: its offer is gone, and the fetch of it has failed
         if early is None:
-            order = SendOrder(name, self._send_parts(name, blocks, tokens), ready=True)
+            parts = self._send_parts(name, blocks, tokens)
+            if not parts:
+                return False, None
+            order = SendOrder(name, parts, ready=True)
             self._orders.send.append(order)
         else:
             order = early
@@ -270,13 +277,31 @@ class Scheduler:
             },
         )
 
+    def _serves(self, request: Any) -> bool:  # noqa: ANN401
+        """Return whether what this engine computes for a request can be offered to others."""
+        return bool(self._templates) and request.prompt_token_ids is not None
+
+    def _warn_of_prefill(self, request: Any) -> None:  # noqa: ANN401
+        if self._warned_of_prefill:
+            return
+        self._warned_of_prefill = True
+        why = (
+            "prompts of embeddings cannot be told apart"
+            if self._templates
+            else "this engine is kv_consumer; a proxy sent it a prefill"
+        )
+        logger.warning("Request %s will not be offered: %s", request.request_id, why)
+
     def _send_parts(
         self, offer: str, blocks: tuple[list[int], ...], tokens: int, transfer: str | None = None
     ) -> list[Part]:
+        """Return what to offer: nothing, if a cache has lost all of it to its sliding window."""
         parts = []
         for key, holders in self._holders.items():
             group = holders.info.group
             span = offered(holders, blocks[group], self._block_sizes[group], tokens)
+            if span[1] <= span[0]:
+                return []
             generation = None
             if transfer is not None:
                 generation = wire.transfer_generation(transfer, key, self._secret)
@@ -295,6 +320,8 @@ class Scheduler:
             blocks = output.kv_connector_block_state.resolve_block_ids(name)
             transfer = str(request.kv_transfer_params["transfer_id"])
             parts = self._send_parts(transfer, blocks, request.num_prompt_tokens, transfer)
+            if not parts:
+                continue
             self._offered[name] = order = SendOrder(name, parts, ready=False)
             self._orders.send.append(order)
 

@@ -89,6 +89,67 @@ def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> 
     pair.settle(p, d)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0, -1, "many", None])
+@pytest.mark.parametrize("name", ["remote_num_tokens", "decode_tp_size", "lease"])
+def test_numbers_that_are_none(
+    engine: Callable[..., Any], pair: Any, name: str, value: object
+) -> None:
+    from kvxfer.integrations.vllm_connector.params import ParamsError, parse
+
+    p = engine("kv_producer", extra={"lease": 0.1})
+    _, params = pair.prefill(p, pair.prompt(40))
+    parse(params)
+    (params if name in params else params["kvxfer"])[name] = value
+    with pytest.raises(ParamsError, match="kv_transfer_params"):
+        parse(params)
+    pair.settle(p)
+
+
+@pytest.mark.parametrize("transfer", [{}, {"transfer_id": "x"}])
+def test_decode_engine_is_sent_a_prefill(
+    engine: Callable[..., Any], pair: Any, fake: Any, log: list[str], transfer: dict[str, str]
+) -> None:
+    d = engine("kv_consumer")
+    for number in range(2):
+        tokens = pair.prompt(100, number)
+        name = pair.decode(d, tokens, fake.prefill_params(**transfer))
+        assert d.answers[name]["params"] is None
+    pair.settle(d)
+    assert sum("this engine is kv_consumer; a proxy sent it a prefill" in line for line in log) == 1
+
+
+@pytest.mark.parametrize("transfer", [{}, {"transfer_id": "x"}])
+def test_prompts_of_embeddings_are_not_offered(
+    engine: Callable[..., Any], pair: Any, fake: Any, log: list[str], transfer: dict[str, str]
+) -> None:
+    p = engine("kv_producer")
+    name = p.add(pair.prompt(100), params=fake.prefill_params(**transfer), max_tokens=1)
+    request = p.scheduler.requests[name]
+    tokens, request.prompt_token_ids = request.prompt_token_ids, None
+    p.connector.scheduler._early.clear()
+    p.connector.on_new_request(request)
+    assert not p.connector.scheduler._early
+    pair.step_until(lambda: p.answers[name]["finish"] is not None, p)
+    assert p.answers[name]["params"] is None
+    assert any("prompts of embeddings cannot be told apart" in line for line in log)
+    assert tokens
+    pair.settle(p)
+
+
+@pytest.mark.parametrize("transfer", [{}, {"transfer_id": "x"}])
+def test_prompt_that_has_left_the_window(
+    engine: Callable[..., Any], pair: Any, fake: Any, transfer: dict[str, str]
+) -> None:
+    """A proxy that lets the prefill side go on generating."""
+    p = engine("kv_producer", windows=(None, 40), extra={"lease": 0.1})
+    name = p.add([5], params=fake.prefill_params(**transfer), max_tokens=100)
+    pair.step_until(lambda: p.answers[name]["finish"] is not None, p)
+    pair.check(p, name, [5], 100)
+    if not transfer:
+        assert p.answers[name]["params"] is None
+    pair.settle(p)
+
+
 def test_other_weights_are_refused_by_name(
     engine: Callable[..., Any], pair: Any, log: list[str], tmp_path: Path
 ) -> None:
