@@ -37,7 +37,8 @@ say "C++ tests under ASan and UBSan"
 ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro || { show_reports; exit 1; }
 # Without a log file: ASan warns that it half understands fibers, which is no report.
 for wave in 32 64; do
-  ASAN_OPTIONS=handle_segv=2:detect_leaks=1 "build/asan/kvxfer_gpu_tests_$wave" --no-intro
+  ASAN_OPTIONS=handle_segv=2:detect_leaks=1 "build/asan/kvxfer_gpu_tests_$wave" --no-intro ||
+    { show_reports; exit 1; }
 done
 
 # The sanitized extension stands beside links to the package's files.
