@@ -66,8 +66,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             from kvxfer.config import Config
 
-            secret = Config(**settings.agent).secret
-            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, secret, model)
+            config = Config(**settings.agent)
+            self._scheduler = Scheduler(
+                vllm_config,
+                kv_cache_config,
+                settings,
+                config.secret,
+                model,
+                anywhere=config.insecure,
+            )
         else:
             from .worker import Worker
 

@@ -40,6 +40,8 @@ class Remote:
     """Seconds."""
     transfer: str | None
     agents: Mapping[str, Any]
+    block_sizes: Mapping[str, int]
+    """Tokens of a block there, by cache, where they are told."""
 
     @property
     def offer(self) -> str:
@@ -56,6 +58,15 @@ def prompt_digest(request: Any, num_tokens: int) -> str:  # noqa: ANN401 - vllm'
     if request.lora_request is not None:
         state.update(f"|lora {request.lora_request.lora_name}".encode())
     return state.hexdigest()[:32]
+
+
+def transfer_name(transfer: str, request: Any, num_tokens: int) -> str:  # noqa: ANN401 - a Request
+    """Name a transfer for both sides alike, by what the proxy calls it and by the prompt.
+
+    Prompts that share the proxy's name, as those of one API request do, get names of their own.
+    """
+    digest = prompt_digest(request, num_tokens)
+    return hashlib.sha256(f"{digest}/{transfer}".encode(errors="backslashreplace")).hexdigest()[:32]
 
 
 def transfer_generation(transfer: str, key: str, secret: str | None) -> bytes:
@@ -117,6 +128,7 @@ def parse(params: Mapping[str, Any]) -> Remote:
         transfer = params.get("transfer_id")
         tickets = dict(ours.get("tickets") or {})
         agents = dict(ours.get("agents") or {})
+        sizes = dict(ours.get("block_sizes") or {})
         if not tickets and not (transfer and agents):
             raise ParamsError("kv_transfer_params has neither tickets nor transfer_id and agents")
         return Remote(
@@ -130,6 +142,7 @@ def parse(params: Mapping[str, Any]) -> Remote:
             lease=_lease(ours.get("lease", 30)),
             transfer=None if tickets else str(transfer),
             agents=agents,
+            block_sizes={key: _count(key, sizes) for key in sizes},
         )
     except ParamsError:
         raise

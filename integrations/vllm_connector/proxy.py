@@ -159,7 +159,8 @@ def _standing(params: dict[str, Any]) -> dict[str, Any] | None:
     ours = params.get("kvxfer", {})
     if not ours.get("agents"):
         return None
-    kept = {name: ours[name] for name in ("v", "fields", "decode_tp_size", "agents")}
+    standing = ("v", "fields", "decode_tp_size", "lease", "block_sizes", "agents")
+    kept = {name: ours[name] for name in standing}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -188,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     app = make_app(options.prefill, options.decode, options.flow, options.timeout)
-    web.run_app(app, host=options.host, port=options.port)
+    web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
 
 
 if __name__ == "__main__":

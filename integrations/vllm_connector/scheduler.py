@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from kvxfer.errors import TicketError
 from kvxfer.ticket import parse_ticket
 
 from . import params as wire
 from .caches import layer_specs
-from .compat import cache_fields, difference, engine_fields
+from .compat import cache_fields, engine_fields
 from .messages import (
     Handshake,
     LoadOrder,
@@ -25,12 +23,12 @@ from .messages import (
     StepOrders,
     Ticket,
 )
+from .plans import Plan, Planner
 from .settings import Settings
 from .stats import Stats
 from .tickets import (
     Holders,
     collect,
-    from_template,
     offered,
     send_part,
     templates,
@@ -40,17 +38,6 @@ logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it 
 
 _REMEMBERED = 4096  # tickets that were used: siblings of n > 1 find the prefix in the local cache
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-@dataclass
-class _Plan:
-    """What the decode side intends with one request's remote prefill."""
-
-    remote: wire.Remote | None
-    refused: tuple[str, str] | None
-    """Reason and message."""
-    local: int = 0
-    """Tokens that the local prefix cache has."""
 
 
 class Scheduler:
@@ -66,12 +53,16 @@ class Scheduler:
         settings: Settings,
         secret: str | None,
         model: str,
+        *,
+        anywhere: bool = False,
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
         self._consumer_only = transfer.kv_role == "kv_consumer"
         self._parallel = vllm_config.parallel_config
         self._settings, self._secret, self._model = settings, secret, model
+        self._anywhere = anywhere
+        self._prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
         self._groups = kv_cache_config
         specs = [
             next(iter(layer_specs(kv_cache_config, group).values()))
@@ -80,12 +71,12 @@ class Scheduler:
         self._block_sizes = [spec.block_size for spec in specs]
         self._windowed = any(getattr(spec, "sliding_window", None) for spec in specs)
         self._fields = engine_fields(vllm_config)
-        self._ignored = () if settings.same_vllm else ("vllm version",)
         self._holders: dict[str, Holders] = {}
         self._templates: dict[str, Ticket] = {}
         self._address = ""
         self._orders = StepOrders()
-        self._plans: dict[str, _Plan] = {}  # not yet begun
+        self._planner = self._make_planner()
+        self._plans: dict[str, Plan] = {}  # not yet begun
         self._loading: dict[str, str] = {}  # the offer that is loaded, by request
         self._leaders: dict[str, str] = {}  # requests that load an offer, by offer
         self._used: OrderedDict[str, None] = OrderedDict()
@@ -106,6 +97,26 @@ class Scheduler:
         self._fields.update(cache_fields(info for each in ours.values() for info in each.caches))
         self._address = next((each.address for each in ours.values() if each.address), "")
         self._templates = templates(self._holders, self._model, self._secret)
+        self._planner = self._make_planner()
+
+    def _make_planner(self) -> Planner:
+        return Planner(
+            fields=self._fields,
+            ignored=() if self._settings.same_vllm else ("vllm version",),
+            holders=self._holders,
+            block_sizes=self._sizes_of_caches(),
+            tp_size=self._parallel.tensor_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+            prefix_caching=self._prefix_caching,
+            model=self._model,
+            secret=self._secret,
+            anywhere=self._anywhere,
+        )
+
+    def _sizes_of_caches(self) -> dict[str, int]:
+        return {
+            key: self._block_sizes[holders.info.group] for key, holders in self._holders.items()
+        }
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - vllm's Request
         params = request.kv_transfer_params
@@ -117,7 +128,7 @@ class Scheduler:
             if params.get("transfer_id") and self._settings.concurrent:
                 self._early[request.request_id] = request
         elif params and params.get("do_remote_prefill"):
-            self._plans[request.request_id] = self._plan(request, params)
+            self._plans[request.request_id] = self._planner.plan(request, params)
         elif self._consumer_only:
             self.stats.add(prefills_without_params=1)
             if time.monotonic() - self._warned > 60:
@@ -138,11 +149,11 @@ class Scheduler:
         count = self._end(plan, request) - local
         if count <= 0:
             return 0, False
-        if plan.remote is not None:
-            leader = self._leaders.get(plan.remote.offer)
+        if plan.offer is not None:
+            leader = self._leaders.get(plan.offer)
             if leader is not None and leader != request.request_id:
                 return None, False  # a sibling loads the same; its prefix will be here then
-            if plan.remote.offer in self._used:
+            if plan.offer in self._used:
                 return 0, False
         return count, True
 
@@ -153,18 +164,19 @@ class Scheduler:
             return
         request.kv_transfer_params["do_remote_prefill"] = False  # one load for each request
         if num_external <= 0:
-            self._decline(plan, request)
+            self._decline(plan)
             return
         remote, refused = plan.remote, plan.refused
         parts: list[Part] = []
         if remote is not None and refused is None:
             try:
-                parts = self._load_parts(plan, request, blocks.blocks, plan.local + num_external)
+                parts = self._load_parts(plan, blocks.blocks, plan.local + num_external)
             except wire.ParamsError as error:
                 refused = ("mismatch", str(error))
         if refused is not None:
             logger.error("Request %s is not loaded: %s", request.request_id, refused[1])
-        offer = remote.offer if remote is not None else request.request_id
+            self._decline(plan)
+        offer = plan.offer or request.request_id
         self._remember(offer, request.request_id)
         self._loading[request.request_id] = offer
         peer = remote.engine if remote is not None else "unknown"
@@ -200,7 +212,7 @@ class Scheduler:
         plan = self._plans.pop(name, None)
         if plan is not None:  # it ended before it was scheduled
             params["do_remote_prefill"] = False
-            self._decline(plan, request)
+            self._decline(plan)
         if name in self._loading:
             self._orders.cancel.append(name)
             return False, None  # vLLM keeps the blocks until the load is reported
@@ -237,16 +249,17 @@ class Scheduler:
 
     def _renew(self) -> None:
         """Keep what waiting requests will fetch from expiring."""
-        remotes = [
-            plan.remote
+        plans = [
+            plan
             for plan in self._plans.values()
-            if plan.remote is not None and plan.refused is None and plan.remote.tickets
+            if plan.refused is None and plan.offer not in self._used
         ]
+        leases = [plan.remote.lease for plan in plans if plan.remote is not None]
         now = time.monotonic()
-        if remotes and now - self._renewed > min(remote.lease for remote in remotes) / 3:
+        if leases and now - self._renewed > min(leases) / 3:
             self._renewed = now
-            for remote in remotes:
-                self._orders.renew += remote.tickets.values()
+            for plan in plans:
+                self._orders.renew += plan.tickets.values()
 
     def _hold(self, request: str) -> None:
         self._sending.add(request)
@@ -273,6 +286,7 @@ class Scheduler:
                 "fields": self._fields,
                 "decode_tp_size": self._settings.decode_tp_size,
                 "lease": self._settings.lease,
+                "block_sizes": self._sizes_of_caches(),
                 "agents": self._templates,
             },
         )
@@ -318,7 +332,12 @@ class Scheduler:
                 continue
             del self._early[name]
             blocks = output.kv_connector_block_state.resolve_block_ids(name)
-            transfer = str(request.kv_transfer_params["transfer_id"])
+            told = request.kv_transfer_params
+            transfer = wire.transfer_name(
+                str(told["transfer_id"]),
+                request,
+                request.num_prompt_tokens - (not told.get("_kvxfer_truncated")),
+            )
             parts = self._send_parts(transfer, blocks, request.num_prompt_tokens, transfer)
             if not parts:
                 continue
@@ -340,52 +359,15 @@ class Scheduler:
         request.max_tokens = 1
         params["_kvxfer_truncated"] = True
 
-    def _plan(self, request: Any, params: wire.Params) -> _Plan:  # noqa: ANN401
-        try:
-            remote = wire.parse(params)
-        except wire.ParamsError as error:
-            return _Plan(None, ("params", str(error)))
-        return _Plan(remote, self._refusal(request, remote))
-
-    def _refusal(self, request: Any, remote: wire.Remote) -> tuple[str, str] | None:  # noqa: ANN401
-        if differs := difference(self._fields, remote.fields, self._ignored):
-            return "mismatch", f"prefill engine {remote.engine} does not match this one: {differs}"
-        ranks = self._parallel.tensor_parallel_size
-        if remote.decode_tp_size != ranks:
-            return "mismatch", (
-                f"prefill engine {remote.engine} serves decode engines of {remote.decode_tp_size} "
-                f"tensor parallel ranks, this one has {ranks}: set decode_tp_size there"
-            )
-        if request.prompt_token_ids is None:
-            return "mismatch", "prompts of embeddings cannot be told apart, so none is loaded"
-        count = remote.num_tokens
-        if count is not None and (
-            count > request.num_prompt_tokens or wire.prompt_digest(request, count) != remote.digest
-        ):
-            return "mismatch", (
-                f"the {count} tokens that prefill engine {remote.engine} computed as "
-                f"{remote.request} are not the first of this prompt of "
-                f"{request.num_prompt_tokens}: the proxy mixed up two requests, or the engines "
-                "tokenize differently"
-            )
-        try:
-            for ticket in (remote.tickets or remote.agents).values():
-                parse_ticket(ticket, self._secret)
-        except TicketError as error:
-            return "ticket", str(error)
-        return None
-
-    def _end(self, plan: _Plan, request: Any) -> int:  # noqa: ANN401
+    def _end(self, plan: Plan, request: Any) -> int:  # noqa: ANN401
         """Return up to which token to load: the last one is computed here, to sample the next."""
         last: int = request.num_prompt_tokens - 1
         if plan.remote is None or plan.remote.num_tokens is None:
             return last
         return min(plan.remote.num_tokens, last)
 
-    def _load_parts(self, plan: _Plan, request: Any, blocks: Any, end: int) -> list[Part]:  # noqa: ANN401
-        remote = plan.remote
-        assert remote is not None
-        tickets = remote.tickets or self._tickets_of_transfer(remote, request)
+    def _load_parts(self, plan: Plan, blocks: Any, end: int) -> list[Part]:  # noqa: ANN401
+        tickets = plan.tickets
         parts = []
         for key, holders in self._holders.items():
             size = self._block_sizes[holders.info.group]
@@ -408,6 +390,8 @@ class Scheduler:
         """Return the unit where the offer begins, if a sliding window needs nothing before it."""
         window = holders.info.fields.get("window", "none")
         needed = max(0, end - int(window) + 1) if window.isdigit() else 0
+        if self._prefix_caching:
+            needed -= needed % size  # the prefix cache keeps that block, and gives it as whole
         if there > (needed if holders.unit == 1 else needed // size):
             raise wire.ParamsError(
                 f"cache {holders.info.key} is on offer from {there} (units of {holders.unit} "
@@ -415,34 +399,15 @@ class Scheduler:
             )
         return there
 
-    def _tickets_of_transfer(self, remote: wire.Remote, request: Any) -> dict[str, Ticket]:  # noqa: ANN401
-        """Make the tickets that the prefill side makes too, for a transfer that the proxy named."""
-        assert remote.transfer is not None
-        found = {}
-        for key, holders in self._holders.items():
-            if key in remote.agents:
-                size = 1 if holders.unit == 1 else self._block_sizes[holders.info.group]
-                found[key] = from_template(
-                    remote.agents[key],
-                    f"{remote.transfer}/{key}",
-                    wire.transfer_generation(remote.transfer, key, self._secret),
-                    -(-request.num_prompt_tokens // size),
-                    self._model,
-                    self._secret,
-                )
-        return found
-
     def _remember(self, offer: str, request: str) -> None:
         self._leaders[offer] = request
         self._used[offer] = None
         while len(self._used) > _REMEMBERED:
             self._used.popitem(last=False)
 
-    def _decline(self, plan: _Plan, request: Any) -> None:  # noqa: ANN401
+    def _decline(self, plan: Plan) -> None:
         """Tell the prefill side that nobody will fetch this, unless somebody has."""
-        remote = plan.remote
-        if remote is None or remote.offer in self._used:
+        if plan.offer is None or plan.offer in self._used:
             return
-        self._used[remote.offer] = None
-        tickets = remote.tickets or self._tickets_of_transfer(remote, request)
-        self._orders.decline += tickets.items()
+        self._used[plan.offer] = None
+        self._orders.decline += plan.tickets.items()

@@ -61,6 +61,92 @@ def test_asked_at_once(
     assert "failures" not in d.stats
 
 
+def test_prompts_that_share_a_transfer_id(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    """As those of one API request with a list of prompts do."""
+    p, d = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    standing = known(p)
+    prompts = [pair.prompt(100, number) for number in range(3)]
+    names = [d.add(tokens, params={**standing, "transfer_id": "x"}) for tokens in prompts]
+    d.step()
+    for tokens in reversed(prompts):
+        p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    pair.step_until(lambda: all(d.answers[name]["finish"] for name in names), d, p)
+    for tokens, name in zip(prompts, names, strict=True):
+        pair.check(d, name, tokens)
+    assert d.stats["loads"] == 3
+    assert "failures" not in d.stats
+    pair.settle(p, d)
+
+
+def test_transfer_id_of_another_prompt(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p = engine("kv_producer", extra={"lease": 0.5})
+    d = engine("kv_consumer", extra={"load_timeout": 0.5})
+    standing = known(p)
+    p.add(pair.prompt(100, 1), params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    pair.decode(d, pair.prompt(100), {**standing, "transfer_id": "x"}, p)
+    assert d.stats["failures"] == {"timeout": 1}
+    pair.settle(p, d)
+
+
+def test_any_text_is_a_transfer_id(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    standing = known(p)
+    for number, transfer in enumerate(("\ud800", "x" * 100000, {"a": [1]})):
+        tokens = pair.prompt(50, number)
+        p.add(tokens, params=fake.prefill_params(transfer_id=transfer), max_tokens=1)
+        pair.decode(d, tokens, {**standing, "transfer_id": transfer}, p)
+    assert d.stats["loads"] == 3
+    pair.settle(p, d)
+
+
+@pytest.mark.parametrize("length", [1, 100])
+@pytest.mark.parametrize("damage", ["signature", "agents", "kind"])
+def test_damaged_template(
+    engine: Callable[..., Any], pair: Any, known: Any, damage: str, length: int
+) -> None:
+    """It is noticed whether there is something to load, something to decline, or an abort."""
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    standing = known(p)
+    if damage == "kind":
+        standing["kvxfer"]["agents"]["g0"] = 5
+    else:
+        standing["kvxfer"]["agents"]["g0"][damage] = []
+    tokens = pair.prompt(length)
+    pair.decode(d, tokens, {**standing, "transfer_id": "x"})
+    assert d.stats.get("failures") == ({"ticket": 1} if length > 1 else None)
+    d.abort(d.add(pair.prompt(length, 1), params={**standing, "transfer_id": "y"}))
+    pair.settle(p, d)
+
+
+def test_what_waits_is_renewed(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer", num_blocks=8)
+    standing = known(p)
+    d.add(pair.prompt(200), max_tokens=20)  # all blocks
+    d.step()
+    tokens = pair.prompt(100, 1)
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.connector.scheduler._renewed -= 1000
+    d.step()
+    (renewed,) = d.worker._done.renew
+    p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    p.step()
+    (sent,) = p.worker._done.send
+    for field in ("offer", "generation"):
+        assert renewed[field] == sent.parts[0].ticket[field]
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    pair.check(d, name, tokens)
+    assert d.stats["loads"] == 1
+    pair.settle(p, d)
+
+
 def test_layers_are_sent_while_others_are_computed(
     engine: Callable[..., Any], pair: Any, fake: Any, known: Any
 ) -> None:

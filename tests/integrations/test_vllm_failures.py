@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -175,6 +176,61 @@ def test_other_tensor_parallelism_is_named(
     _, params = pair.prefill(p, tokens)
     pair.decode(d, tokens, params, p)
     assert any("set decode_tp_size there" in line for line in log)
+    pair.settle(p, d)
+
+
+def test_what_does_not_fit_is_declined(engine: Callable[..., Any], pair: Any) -> None:
+    p, d = engine("kv_producer", extra={"lease": 1000}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    params["kvxfer"]["fields"]["dtype"] = "float7"
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    pair.settle(p, d)  # long before the lease ends
+
+
+def test_mixed_up_params_leave_the_other_prompt_alone(
+    engine: Callable[..., Any], pair: Any
+) -> None:
+    p, d = engine("kv_producer", extra={"lease": 1000}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, pair.prompt(100, 1), {**params}, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    pair.decode(d, tokens, params, p)
+    assert d.stats["loads"] == 1
+    pair.settle(p, d)
+
+
+def test_pipeline_stages_that_decode_are_refused(
+    engine: Callable[..., Any], pair: Any, log: list[str]
+) -> None:
+    p, d = engine("kv_producer", extra={"lease": 0.5}), engine("kv_consumer")
+    scheduler = d.connector.scheduler
+    scheduler._planner = dataclasses.replace(scheduler._planner, pp_size=2)
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    assert any("this decode engine has 2 pipeline stages" in line for line in log)
+    pair.settle(p, d)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:7", "example.com:7", "[2001:db8::1]:7", "x"])
+def test_nobody_is_asked_elsewhere_without_a_secret(
+    engine: Callable[..., Any], pair: Any, log: list[str], address: str
+) -> None:
+    from kvxfer import AgentRef, issue_ticket
+
+    p, d = engine("kv_producer", extra={"lease": 0.5}), engine("kv_consumer")
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    forged = issue_ticket("x", [AgentRef(name="y", address=address)], num_tokens=100)
+    params["kvxfer"]["tickets"]["g0"] = forged
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"ticket": 1}
+    assert "declined" not in d.stats
+    assert any(address in line and "KVXFER_SECRET" in line for line in log)
     pair.settle(p, d)
 
 

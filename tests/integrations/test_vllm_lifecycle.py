@@ -239,14 +239,41 @@ def test_preemption_on_the_decode_side(engine: Callable[..., Any], pair: Any) ->
 def test_sliding_windows(engine: Callable[..., Any], pair: Any, window: int) -> None:
     windows = (None, window)
     for block, other in itertools.product((32, 64), repeat=2):
+        keeps = block >= other  # else no prefix cache takes what is on offer
         p = engine("kv_producer", block_size=block, windows=windows, num_blocks=400)
-        d = engine("kv_consumer", block_size=other, windows=windows, num_blocks=400)
+        d = engine(
+            "kv_consumer",
+            block_size=other,
+            windows=windows,
+            num_blocks=400,
+            prefix_caching=keeps,
+        )
         for length in (1, 2, window - 1, window, window + 1, 127, 128, 129, 160, 161, 500):
             tokens = pair.prompt(length, window)
             _, params = pair.prefill(p, tokens)
             pair.decode(d, tokens, params, p)
         pair.settle(p, d)
         assert "failures" not in d.stats
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_half_a_block_of_a_window_is_not_cached(
+    engine: Callable[..., Any], pair: Any, log: list[str], named: bool
+) -> None:
+    windows = (None, 65)
+    p = engine("kv_producer", windows=windows, extra={"lease": 1000})
+    d = engine("kv_consumer", block_size=64, windows=windows)
+    tokens = pair.prompt(233)
+    _, params = pair.prefill(p, tokens)
+    if not named:  # by an engine that doesn't tell its block sizes
+        del params["kvxfer"]["block_sizes"]
+    pair.decode(d, tokens, params, p)
+    assert d.stats["failures"] == {"mismatch": 1}
+    wanted = "use equal block sizes" if named else "cache g1 is on offer from 160"
+    assert any(wanted in line for line in log)
+    pair.settle(p, d)  # declined
+    pair.decode(d, tokens[:192] + pair.prompt(20, 1), None)
+    pair.settle(p, d)
 
 
 @pytest.mark.parametrize(("tp", "other"), [(1, 2), (2, 1), (2, 2), (4, 2)])
