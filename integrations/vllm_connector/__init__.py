@@ -1,7 +1,7 @@
 """vLLM's KV connector on kvxfer: disaggregated prefill with one flag.
 
-vLLM imports this package in every process, so importing it loads neither vLLM's worker code nor
-kvxfer's core; `KvxferConnector` is looked up when it is first asked for.
+vLLM imports this package in every process, so importing it loads nothing of vLLM and starts no
+thread; `KvxferConnector` is looked up when it is first asked for.
 """
 
 from __future__ import annotations

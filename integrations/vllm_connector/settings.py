@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvxfer.codecs import Codec
+from kvxfer.errors import InvalidError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Options of one engine. Unknown ones are refused, with the list of those that exist."""
 
-    codec: str = "raw"
+    codec: str = "auto"
     """Encoding on the wire, as in `kvxfer.Agent.fetch`; the decode side's counts."""
     host: str | None = None
     """Where the prefill side listens. Left out: loopback, or with a shared secret this host."""
@@ -48,6 +51,10 @@ class Settings:
                     f"kv_connector_extra_config: {name} is {getattr(settings, name)!r}: it must be "
                     "positive"
                 )
+        try:
+            Codec.parse(settings.codec)
+        except InvalidError as error:
+            raise ValueError(f"kv_connector_extra_config: {error}") from error
         if not 0 <= settings.port < 1 << 16:
             raise ValueError(f"kv_connector_extra_config: port is {settings.port}: no such port")
         return settings

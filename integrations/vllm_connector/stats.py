@@ -15,6 +15,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 _COUNTERS = {
     "loads": "Requests whose KV was fetched from a prefill engine.",
     "loaded_bytes": "Bytes of KV that were fetched and verified.",
+    "wire_bytes": "Bytes that these were on their way, after encoding.",
     "loaded_tokens": "Prompt tokens whose KV was fetched.",
     "chunks": "Chunks that fetches were made of.",
     "recomputed_tokens": "Prompt tokens that were to be fetched and were not.",

@@ -40,7 +40,10 @@ class _Load:
     order: LoadOrder
     began: float
     running: int = 0
-    fetches: list[Fetch] = field(default_factory=list)
+    fetches: dict[str, Fetch] = field(default_factory=dict)
+    """By cache."""
+    declined: set[str] = field(default_factory=set)
+    """Caches of which this rank needs nothing, and has said so."""
     failure: tuple[str, str] | None = None
     """Reason and message of the first."""
     settled: bool = False
@@ -254,6 +257,7 @@ class Worker:
                     continue
                 if part.first >= part.end:
                     self._decline(part.key, part.ticket)
+                    load.declined.add(part.key)
                     continue
                 try:
                     fetch = self._agent.fetch(
@@ -267,11 +271,11 @@ class Worker:
                 except kvxfer.Error as error:
                     load.failure = load.failure or ("refused", str(error))
                     break
-                load.fetches.append(fetch)
+                load.fetches[part.key] = fetch
                 load.running += 1
                 self._by_fetch[fetch] = load
         if load.failure is not None:
-            for fetch in load.fetches:
+            for fetch in load.fetches.values():
                 fetch.cancel()
         if not load.running:
             self._load_ended(load)
@@ -288,7 +292,7 @@ class Worker:
             load.settled |= error.status in _SETTLED
             if load.failure is None:
                 load.failure = (error.status.value.lower(), str(error))
-            for other in load.fetches:  # no use without this one
+            for other in load.fetches.values():  # no use without this one
                 other.cancel()
         if not load.running:
             self._load_ended(load)
@@ -301,10 +305,11 @@ class Worker:
             ((part.end - part.first) * self._unit(part.key) for part in order.parts), default=0
         )
         if load.failure is None:
-            reports = [fetch.report for fetch in load.fetches]
+            reports = [fetch.report for fetch in load.fetches.values()]
             self.stats.add(
                 loads=1,
                 loaded_bytes=sum(report.bytes for report in reports),
+                wire_bytes=sum(report.wire_bytes for report in reports),
                 loaded_tokens=tokens,
                 chunks=sum(report.chunks for report in reports),
             )
@@ -326,10 +331,10 @@ class Worker:
                 message,
             )
         if not load.settled:
-            for part, fetch in zip(
-                order.parts, [*load.fetches, *[None] * len(order.parts)], strict=False
-            ):
-                if fetch is None or fetch.error is not None:
+            for part in order.parts:
+                fetch = load.fetches.get(part.key)
+                fetched = fetch is not None and fetch.error is None
+                if not fetched and part.key not in load.declined:
                     self._decline(part.key, part.ticket)
 
     def _unit(self, key: str) -> int:
@@ -340,7 +345,7 @@ class Worker:
         load = self._loads.get(request)
         if load is not None:
             load.failure = load.failure or ("cancelled", "the request was aborted")
-            for fetch in load.fetches:
+            for fetch in load.fetches.values():
                 fetch.cancel()
 
     def _decline(self, key: str, ticket: Ticket) -> None:
@@ -376,6 +381,7 @@ class Worker:
                     [0],
                     tokens=tokens,
                     first_slot=0,
+                    codec="raw",  # no codec takes a single element of a packed block
                     timeout=self._settings.load_timeout,  # the offer may be made only then
                 )
                 self._declining[fetch] = time.monotonic()

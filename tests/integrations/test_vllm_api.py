@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,8 +72,52 @@ def test_by_module_path(fake: Any) -> None:
 def test_unknown_options_are_refused(engine: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="has codex, which KvxferConnector does not know; .*codec"):
         engine("kv_both", extra={"codex": "int8"})
+    with pytest.raises(ValueError, match="kv_connector_extra_config: .*int9"):
+        engine("kv_both", extra={"codec": "int9"})
     with pytest.raises(ValueError, match="lease is 0"):
         engine("kv_both", extra={"lease": 0})
+
+
+def test_the_first_layer_whose_scales_differ_is_named(fake: Any) -> None:
+    from kvxfer.integrations.vllm_connector.compat import cache_fields, difference
+    from kvxfer.integrations.vllm_connector.messages import CacheInfo
+
+    def fields(count: int, **scales: float) -> dict[str, str]:
+        found = {f"l{at}": (1.0, scales.get(f"l{at}", 0.1)) for at in range(count)}
+        return cache_fields([CacheInfo("g0", 0, tuple(found), (0, 1), 1, {}, found)])
+
+    assert difference(fields(5), fields(5)) is None
+    assert difference(fields(5), fields(5, l2=0.3, l3=0.4)) == (
+        "g0 scales is 'l2 1.0/0.1' here and 'l2 1.0/0.3' there"
+    )
+    assert len(fields(1000)["g0 scales"]) < 100
+    assert difference(fields(1000), fields(1000)) is None
+    assert difference(fields(1000), fields(1000, l777=0.3))
+
+
+def test_weights_that_differ_in_the_middle_only(fake: Any, tmp_path: Path) -> None:
+    from kvxfer.integrations.vllm_connector.compat import _weights
+
+    file = tmp_path / "model.safetensors"
+    kept = bytearray(4 << 20)
+    file.write_bytes(kept)
+    before = _weights(str(tmp_path))
+    assert _weights(str(tmp_path)) == before
+    for at in range(1 << 20, 3 << 20, 1024):  # as a merged adapter does
+        kept[at] = 1
+    file.write_bytes(kept)
+    assert _weights(str(tmp_path)) != before
+
+
+def test_revision_names_the_commit(fake: Any, engine: Callable[..., Any]) -> None:
+    from kvxfer.integrations.vllm_connector.compat import engine_fields
+
+    config = engine("kv_both").config
+    before = engine_fields(config)
+    config.model_config.hf_config._commit_hash = "abc123"
+    after = engine_fields(config)
+    assert {name for name in before if before[name] != after[name]} == {"model revision"}
+    assert "abc123" in after["model revision"]
 
 
 def test_stats_go_through_pickle_and_add_up(fake: Any) -> None:

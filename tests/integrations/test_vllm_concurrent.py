@@ -163,7 +163,7 @@ def test_layers_are_sent_while_others_are_computed(
     def save(layer: str, *rest: Any) -> None:
         written(layer, *rest)
         want = len(seen) + 1
-        pair.step_until(lambda: load.fetches[0].report.chunks >= want)
+        pair.step_until(lambda: load.fetches["g0"].report.chunks >= want)
         seen.append(layer)
 
     p.worker.save_kv_layer = save

@@ -292,6 +292,64 @@ def test_load_times_out(engine: Callable[..., Any], pair: Any, log: list[str]) -
     pair.settle(p, d)
 
 
+def test_each_cache_of_a_failed_load_is_declined_once(
+    engine: Callable[..., Any], pair: Any
+) -> None:
+    """Also where nothing was to be fetched of the first, and the last could not be fetched."""
+    from kvxfer.integrations.vllm_connector.messages import LoadOrder, StepOrders
+
+    windows = (None, 500, 600)
+    p = engine("kv_producer", windows=windows, extra={"lease": 1000}, num_blocks=100)
+    d = engine("kv_consumer", windows=windows, extra={"load_timeout": 5}, num_blocks=100)
+    tokens = pair.prompt(100)
+    _, params = pair.prefill(p, tokens)
+    name = d.add(tokens, params=params)
+    (order,) = d.scheduler.schedule().kv_connector_metadata.load
+    first, second, third = order.parts
+    parts = [
+        dataclasses.replace(first, end=first.first),
+        second,
+        dataclasses.replace(third, end=10000),
+    ]
+    declined = []
+    worker = d.worker.worker
+    told = worker._decline
+    worker._decline = lambda key, ticket: (declined.append(key), told(key, ticket))
+    d.worker.handle_preemptions(StepOrders(load=[LoadOrder(name, parts, "p")]))
+    failed: set[str] = set()
+
+    def ended() -> bool:
+        nonlocal failed
+        failed |= d.worker.get_transfer_results(set()).failed_recving
+        return bool(failed)
+
+    pair.step_until(ended, p)
+    assert failed == {name}
+    assert sorted(declined) == [part.key for part in order.parts]
+    pair.step_until(lambda: not p.worker.worker._sends, p)  # long before the lease ends
+
+
+@pytest.mark.parametrize("codec", ["int8", "auto"])
+def test_declines_go_raw(
+    engine: Callable[..., Any], pair: Any, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    p = engine("kv_producer", extra={"lease": 1000})
+    d = engine("kv_consumer", extra={"agent": {"codec": codec}})
+    agent = d.worker.worker._agent
+    used = []
+    fetch = agent.fetch
+    monkeypatch.setattr(
+        agent,
+        "fetch",
+        lambda *given, **more: (used.append(more["codec"]), fetch(*given, **more))[1],
+    )
+    tokens = pair.prompt(1)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params, p)
+    pair.settle(p, d)
+    assert used == ["raw"]
+
+
 def test_late_orders_are_not_reported(engine: Callable[..., Any], pair: Any) -> None:
     """vLLM's engine dies of a report that it doesn't wait for."""
     from kvxfer.integrations.vllm_connector.messages import StepOrders

@@ -303,4 +303,17 @@ def test_codec_is_handed_on(engine: Callable[..., Any], pair: Any, codec: str) -
     pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
     assert "failures" not in d.stats
     assert d.wrong  # it rounds, so it was used
+    assert 0 < d.stats["wire_bytes"] < d.stats["loaded_bytes"] / 2
+    pair.settle(p, d)
+
+
+def test_raw_over_tcp_is_exact(engine: Callable[..., Any], pair: Any) -> None:
+    agent = {"transport": "tcp"}
+    p = engine("kv_producer", extra={"agent": agent})
+    d = engine("kv_consumer", block_size=64, extra={"agent": agent, "codec": "raw"})
+    tokens = pair.prompt(300)
+    _, params = pair.prefill(p, tokens)
+    pair.decode(d, tokens, params, p)
+    assert d.stats["loads"] == 1
+    assert d.stats["wire_bytes"] == d.stats["loaded_bytes"]
     pair.settle(p, d)

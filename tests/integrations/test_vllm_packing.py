@@ -88,8 +88,12 @@ def opaque(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
 
 @pytest.mark.usefixtures("opaque")
 @pytest.mark.parametrize("windows", [(None,), (None, 64)])
-def test_whole_blocks(engine: Callable[..., Any], pair: Any, windows: tuple[int | None]) -> None:
-    p, d = engine("kv_producer", windows=windows), engine("kv_consumer", windows=windows)
+@pytest.mark.parametrize("codec", ["auto", "int8"])
+def test_whole_blocks(
+    engine: Callable[..., Any], pair: Any, windows: tuple[int | None], codec: str
+) -> None:
+    p = engine("kv_producer", windows=windows)
+    d = engine("kv_consumer", windows=windows, extra={"codec": codec})  # and yet all goes raw
     for length in (1, 2, 31, 32, 33, 64, 65, 127, 128, 129, 500):
         tokens = pair.prompt(length)
         _, params = pair.prefill(p, tokens)
