@@ -80,6 +80,27 @@ def test_prompts_that_share_a_transfer_id(
     pair.settle(p, d)
 
 
+@pytest.mark.parametrize(("block", "other"), [(32, 32), (64, 32)])
+def test_windows(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any, block: int, other: int
+) -> None:
+    """The prefill side leaves out the last token there, and still names the transfer equally."""
+    windows = (None, 64)
+    p = engine("kv_producer", block_size=block, windows=windows, max_batched_tokens=128)
+    d = engine("kv_consumer", block_size=other, windows=windows)
+    standing = known(p)
+    for number, length in enumerate((1, 2, 33, 129, 500)):
+        tokens = pair.prompt(length, number)
+        name = d.add(tokens, params={**standing, "transfer_id": "x"})
+        d.step()
+        p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+        pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)  # noqa: B023
+        pair.check(d, name, tokens)
+    pair.settle(p, d)
+    assert d.stats["loads"] == 4
+    assert "failures" not in d.stats
+
+
 def test_transfer_id_of_another_prompt(
     engine: Callable[..., Any], pair: Any, fake: Any, known: Any
 ) -> None:
