@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvxfer._progress import ProgressLine
 from kvxfer.config import Config
 from kvxfer.errors import Error
 
@@ -26,27 +26,6 @@ _HEADER = _ROW.format(
 )
 _MODELS = ("llama-3-8b", "llama-3-70b-tp8", "deepseek-r1")
 _TRANSPORTS = ("shm", "tcp")
-
-
-class _Line:
-    """One line on the terminal that says what is going on. Nothing where there is no terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._on = wanted and sys.stdout.isatty()
-        self._used = False
-
-    def __call__(self, text: str) -> None:
-        if not self._on:
-            return
-        width = shutil.get_terminal_size().columns - 1
-        sys.stdout.write("\r\x1b[K" + text[:width])
-        sys.stdout.flush()
-        self._used = True
-
-    def clear(self) -> None:
-        if self._used:
-            sys.stdout.write("\r\x1b[K")
-            sys.stdout.flush()
 
 
 def _positive(text: str) -> int:
@@ -147,7 +126,7 @@ def _run(options: argparse.Namespace) -> int:
             f"this needs about {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB "
             "are available: choose fewer --tokens, or a --model with a smaller cache"
         )
-    line = _Line(not options.json)
+    line = ProgressLine(sys.stdout, not options.json)
     if not options.json:
         print(_intro(options.tokens))
         print(_HEADER, flush=True)

@@ -1,0 +1,1 @@
+"""``kvxfer bench``: what transfers reach between two processes or two hosts."""

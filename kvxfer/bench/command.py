@@ -1,0 +1,181 @@
+"""``kvxfer bench``: what transfers reach, between two processes or two hosts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kvxfer._progress import ProgressLine
+from kvxfer.bench import options as command_line
+from kvxfer.bench.case import BenchError, Case, WrongBytesError
+from kvxfer.bench.options import DEFAULT_ADDRESS
+
+if TYPE_CHECKING:
+    from kvxfer.bench.nixl import NixlPairs
+    from kvxfer.bench.result import Result
+
+_START_TIMEOUT = 30.0  # seconds until the serving side of `local` listens, and until it is used
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    options = command_line.parser().parse_args(arguments)
+    try:
+        import numpy as np  # noqa: F401 - only whether it is there
+    except ImportError:
+        print(
+            f"kvxfer bench needs NumPy. This installs it:\n  {sys.executable} -m pip install numpy",
+            file=sys.stderr,
+        )
+        return 2
+    from kvxfer.errors import Error
+
+    _end_as_interrupted()
+    try:
+        if options.command == "serve":
+            return _serve(options)
+        cases = command_line.cases(options)
+        if options.command == "run":
+            return _run(options, cases, options.address)
+        with _local_server() as address:
+            return _run(options, cases, address)
+    except KeyboardInterrupt:
+        print("Interrupted; nothing is left behind.", file=sys.stderr)
+        return 130
+    except WrongBytesError as error:
+        print(f"WRONG BYTES: {error}\nThis must not happen. Please report it.", file=sys.stderr)
+        return 1
+    except (BenchError, Error) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("error: out of memory: choose fewer blocks or tokens", file=sys.stderr)
+        return 2
+
+
+def _end_as_interrupted() -> None:
+    """Have SIGTERM clean up as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from kvxfer.bench.channel import is_loopback
+    from kvxfer.bench.serve import Server
+    from kvxfer.config import Config
+    from kvxfer.handshake import split_address
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    server = Server(options.address, Config(), say)
+    say(f"listening on {server.address}")
+    if is_loopback(split_address(server.address)[0]) and not options.once:
+        say(
+            "This host only. For others: kvxfer bench serve 0.0.0.0:7710, with the same "
+            "KVXFER_SECRET on both sides."
+        )
+    if not options.once:
+        say(f"Now, on the other side: kvxfer bench run {server.address}\nCtrl-C ends this.")
+    if not server.run(options.once, options.patience):
+        raise BenchError(f"nobody came within {options.patience:.0f} s")
+    return 0
+
+
+@contextlib.contextmanager
+def _local_server() -> Iterator[str]:
+    """Run the serving side in a process of its own; give its address."""
+    # It ends when our connection does, or when there is none in time, so it never outlives us.
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    command = [sys.executable, "-m", "kvxfer.cli", "bench", "serve", "127.0.0.1:0", "--once"]
+    try:
+        process = subprocess.Popen(
+            [*command, "--patience", str(_START_TIMEOUT)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us, who then end it
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        if interrupts:
+            raise KeyboardInterrupt
+        assert process.stdout is not None
+        word, _, address = process.stdout.readline().rpartition(" ")
+        if word != "listening on":
+            raise BenchError("the serving side did not start; what it said is above")
+        # Its other lines are read, so that it never waits for us.
+        reader = threading.Thread(target=process.stdout.read, daemon=True)
+        reader.start()
+        yield address.strip()
+    finally:
+        try:
+            process.wait(2.0 if sys.exc_info()[0] is None else 0.5)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> int:
+    # Here, for these need numpy.
+    from kvxfer.bench import plot, report
+    from kvxfer.bench.channel import connect
+    from kvxfer.bench.nixl import NixlPairs
+    from kvxfer.bench.result import failed
+    from kvxfer.bench.run import Choices, Runner
+    from kvxfer.bench.stamp import stamp
+    from kvxfer.config import Config
+
+    if options.plot:
+        plot.check_plot(options.plot)
+    config = Config()
+    progress = ProgressLine(sys.stderr if options.json else sys.stdout)
+    results: list[Result] = []
+    with contextlib.ExitStack() as stack:
+        channel = stack.enter_context(contextlib.closing(connect(address, config)))
+        nixl: NixlPairs | None = None
+        if options.command == "local" and not options.no_rivals:
+            nixl = stack.enter_context(contextlib.closing(NixlPairs()))
+        choices = Choices(options.seconds, not options.no_verify, not options.no_limits)
+        runner = Runner(channel, config, choices, nixl, progress)
+        stack.enter_context(contextlib.closing(runner))
+        stack.callback(progress.clear)
+        mine = stamp()
+        table = report.Table(cases)
+        if options.json:
+            print(report.environment(address, mine, runner.other_stamp), flush=True)
+        else:
+            print(report.machine("running", mine))
+            print(f"{report.machine('serving', runner.other_stamp)}, at {address}\n")
+            print(table.header(), flush=True)
+        for result in runner.run(cases):
+            progress.clear()
+            shown = json.dumps(result.record()) if options.json else table.row(result)
+            print(shown, flush=True)
+            results.append(result)
+    if not options.json:
+        print(f"\n{report.legend(results)}")
+    if options.plot:
+        plot.plot(results, options.plot, f"kvxfer {mine['versions']}, {mine['cpu']}")
+    return 2 if failed(results) else 0
+
+
+__all__ = ["DEFAULT_ADDRESS", "main"]

@@ -1,0 +1,297 @@
+"""The command line of ``kvxfer bench``, and the cases it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+from kvxfer.bench.case import (
+    ELEMENT_BYTES,
+    MEMORIES,
+    PATHS,
+    TRANSPORTS,
+    BenchError,
+    Case,
+    plain_case,
+)
+from kvxfer.bench.numbers import listed, one_of, parse_bytes, parse_count, parse_seconds
+
+DEFAULT_ADDRESS = "127.0.0.1:7710"
+
+_ABOUT = """\
+Measures what transfers of KV caches reach, between two processes or two hosts.
+
+  kvxfer bench local                      both sides on this host, in one command
+  kvxfer bench serve 0.0.0.0:7710         on the one host (with KVXFER_SECRET set on both)
+  kvxfer bench run 10.0.0.5:7710          on the other"""
+
+_RUN_ABOUT = """\
+Every option that takes a list runs all combinations. Lists have commas between their values; sizes
+are 4096, 16KiB or 1M (powers of 1024), counts 128, 34k or 1M (powers of 1000)."""
+
+_RUN_EPILOG = """\
+examples:
+  %(prog)s --transport tcp --block 16KiB --blocks 128,1k,8k,34k --plot tcp.png
+  %(prog)s --model llama-3-70b --tp 8 --tokens 32768 --codec raw,int8
+  %(prog)s --json > figures.jsonl
+
+Without --block, --blocks and --model two large transfers of 16 KiB blocks and two of one block run,
+over shm and tcp. The exit status is 0; 1 when a byte was wrong; 2 when something failed or could
+not be had; 130 when it was interrupted. In each case nothing is left behind on either side."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all three commands."""
+    top = argparse.ArgumentParser(
+        prog="kvxfer bench",
+        description=_ABOUT,
+        epilog="kvxfer bench COMMAND --help has a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="have caches for the other side to fetch from",
+        description=(
+            "Waits for `kvxfer bench run`, and serves one after the other, until interrupted. "
+            "Settings come from the environment: KVXFER_SECRET, KVXFER_INTERFACE and so on."
+        ),
+    )
+    serve.add_argument(
+        "address",
+        nargs="?",
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help=f"where to listen (default {DEFAULT_ADDRESS}); port 0 picks one that is free",
+    )
+    serve.add_argument("--once", action="store_true", help="end after the first")
+    serve.add_argument("--patience", type=parse_seconds, default=None, help=argparse.SUPPRESS)
+    run = commands.add_parser(
+        "run",
+        help="fetch from a serving side, check and time",
+        description=f"Fetches from `kvxfer bench serve`, checks and times.\n\n{_RUN_ABOUT}",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("address", metavar="HOST:PORT", help="where the other side listens")
+    local = commands.add_parser(
+        "local",
+        help="both sides on this host",
+        description=f"Starts the serving side itself, fetches, checks and times.\n\n{_RUN_ABOUT}",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for command in (run, local):
+        _add_run_options(command)
+    local.add_argument(
+        "--no-rivals", action="store_true", help="leave NIXL out, though this Python has it"
+    )
+    return top
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    what = command.add_argument_group("what to transfer")
+    what.add_argument(
+        "--block",
+        type=listed(parse_bytes),
+        metavar="SIZES",
+        help="bytes of a block, each one contiguous run (default 16KiB)",
+    )
+    what.add_argument(
+        "--blocks",
+        type=listed(parse_count),
+        metavar="COUNTS",
+        help="blocks a transfer (default: as many as make 256 MiB)",
+    )
+    what.add_argument(
+        "--model",
+        type=listed(str),
+        metavar="NAMES",
+        help="a cache with this model's layers and heads, as llama-3-70b: a name of kvxfer size",
+    )
+    what.add_argument(
+        "--tp",
+        type=listed(parse_count),
+        default=[1],
+        metavar="DEGREES",
+        help="tensor parallelism: one rank's share of the model's heads (default 1)",
+    )
+    what.add_argument(
+        "--tokens",
+        type=listed(parse_count),
+        metavar="COUNTS",
+        help="tokens of the request, with --model (default 4096)",
+    )
+    what.add_argument(
+        "--block-size",
+        type=parse_count,
+        default=16,
+        metavar="N",
+        help="tokens of a block, with --model (default 16)",
+    )
+    what.add_argument(
+        "--dtype",
+        choices=sorted(ELEMENT_BYTES),
+        default="bfloat16",
+        help="elements of the caches (default bfloat16)",
+    )
+    how = command.add_argument_group("how")
+    how.add_argument(
+        "--transport",
+        type=listed(one_of(TRANSPORTS)),
+        metavar="NAMES",
+        help=f"of {', '.join(TRANSPORTS)}; auto takes what agents would",
+    )
+    how.add_argument(
+        "--memory",
+        type=listed(one_of(MEMORIES)),
+        default=["host"],
+        metavar="KINDS",
+        help="host or gpu (which needs torch), on both sides (default host)",
+    )
+    how.add_argument(
+        "--codec",
+        type=listed(str),
+        default=["raw"],
+        metavar="CODECS",
+        help="encoding on the wire, as raw,int8,fp8_e4m3,auto or tiered(recent=1000)",
+    )
+    how.add_argument(
+        "--path",
+        type=listed(one_of(PATHS)),
+        default=["auto"],
+        metavar="PATHS",
+        help="staged, direct, or auto, which chooses (default auto)",
+    )
+    how.add_argument(
+        "--in-flight",
+        type=listed(parse_count),
+        default=[1],
+        metavar="COUNTS",
+        help="fetches that are under way at once and share the transfer's blocks (default 1)",
+    )
+    how.add_argument(
+        "--threads",
+        type=listed(parse_count),
+        default=[0],
+        metavar="COUNTS",
+        help="threads that pack and unpack, on each side (default: the agents' own)",
+    )
+    output = command.add_argument_group("measuring and output")
+    output.add_argument(
+        "--seconds",
+        type=parse_seconds,
+        default=1.5,
+        metavar="S",
+        help="about how long each case is timed (default 1.5)",
+    )
+    output.add_argument(
+        "--no-verify", action="store_true", help="don't compare what arrived with what was sent"
+    )
+    output.add_argument(
+        "--no-limits", action="store_true", help="don't measure memcpy and plain sockets beside it"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="JSON lines instead of a table: first the environment"
+    )
+    output.add_argument(
+        "--plot", metavar="FILE", help="draw GB/s over size into FILE (.png, .svg or .pdf)"
+    )
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Return what the command line asks for.
+
+    Raises
+    ------
+    BenchError
+        Options that don't go together.
+    """
+    if options.model and (options.block or options.blocks):
+        raise BenchError("--model has blocks of its own: leave out --block and --blocks")
+    if options.tokens and not options.model:
+        raise BenchError("--tokens goes with --model; --blocks says how large other transfers are")
+    if not options.model and options.tp != [1]:
+        raise BenchError("--tp goes with --model")
+    if options.model:
+        return [
+            _model_case(options, name, tp, tokens, settings)
+            for name, tp, tokens in itertools.product(
+                options.model, options.tp, options.tokens or [4096]
+            )
+            for settings in _settings(options, options.transport or ["auto"])
+        ]
+    transports = options.transport or ["shm", "tcp"]
+    found = []
+    for settings in _settings(options, transports):
+        if not options.block and not options.blocks:
+            shapes = [(16 << 10, 16 << 10), (64 << 10, 1)]
+        else:
+            shapes = [
+                (block, count)
+                for block in options.block or [16 << 10]
+                for count in options.blocks or [max(1, (256 << 20) // block)]
+            ]
+        for block, count in shapes:
+            if settings["in_flight"] > count:
+                continue
+            one = "_1block" if count == 1 else ""
+            name = f"fetch_{settings['transport']}{one}"
+            found.append(plain_case(name, block, count, **settings))
+    if not found:
+        raise BenchError("--in-flight: each fetch needs a block of its own; there are fewer blocks")
+    # First what people look for, then the small.
+    return found if options.block or options.blocks else sorted(found, key=lambda c: -c.bytes)
+
+
+def _settings(options: argparse.Namespace, transports: list[str]) -> list[dict[str, Any]]:
+    from kvxfer.codecs import Codec
+    from kvxfer.errors import InvalidError
+
+    for codec in options.codec:
+        try:
+            Codec.parse(codec)
+        except InvalidError as error:
+            raise BenchError(f"--codec: {error}") from None
+    return [
+        {
+            "transport": transport,
+            "memory": memory,
+            "codec": codec,
+            "path": path,
+            "in_flight": in_flight,
+            "threads": threads,
+            "dtype": options.dtype,
+        }
+        for transport, memory, codec, path, in_flight, threads in itertools.product(
+            transports,
+            options.memory,
+            options.codec,
+            options.path,
+            options.in_flight,
+            options.threads,
+        )
+    ]
+
+
+def _model_case(
+    options: argparse.Namespace, name: str, tp: int, tokens: int, settings: dict[str, Any]
+) -> Case:
+    from kvxfer import models
+    from kvxfer.errors import InvalidError
+
+    try:
+        shape = models.find(name)
+    except InvalidError as error:
+        raise BenchError(f"--model: {error}") from None
+    return Case(
+        name=f"{shape.name}{f' TP{tp}' if tp > 1 else ''}",
+        layers=shape.layers,
+        planes=shape.planes,
+        heads=max(1, shape.kv_heads // tp),
+        content=shape.head_size,
+        block_size=options.block_size,
+        tokens=tokens,
+        **settings,
+    )

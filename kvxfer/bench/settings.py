@@ -1,0 +1,30 @@
+"""Settings of agents that a case asks for."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import kvxfer
+from kvxfer.bench.case import BenchError, Case
+
+
+def agent_settings(case: Case) -> dict[str, Any]:
+    """Return what `kvxfer.Agent` takes; raise BenchError where it can't do that."""
+    settings: dict[str, Any] = {"transport": case.transport}
+    known = kvxfer.transports()
+    if case.transport != "auto" and not known[case.transport].available:
+        raise BenchError(f"transport {case.transport}: {known[case.transport].why}")
+    if case.threads:
+        settings["threads"] = case.threads
+    return settings
+
+
+def fetch_settings(case: Case) -> dict[str, Any]:
+    """Return what `Agent.fetch` takes for this case."""
+    settings: dict[str, Any] = {"codec": case.codec}
+    if "path" in inspect.signature(kvxfer.Agent.fetch).parameters:
+        settings["path"] = case.path
+    elif case.path == "direct":
+        raise BenchError("path direct: this version has staged transfers only")
+    return settings
