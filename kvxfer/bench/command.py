@@ -136,9 +136,10 @@ def _local_server() -> Iterator[str]:
 
 def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> int:
     # Here, for these need numpy.
+    from kvxfer import __version__
     from kvxfer.bench import plot, report
     from kvxfer.bench.channel import connect
-    from kvxfer.bench.nixl import NixlPairs
+    from kvxfer.bench.nixl import NixlPairs, nixl_missing
     from kvxfer.bench.result import failed
     from kvxfer.bench.run import Choices, Runner
     from kvxfer.bench.stamp import stamp
@@ -149,11 +150,15 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
     config = Config()
     progress = ProgressLine(sys.stderr if options.json else sys.stdout)
     results: list[Result] = []
+    rivals = ""
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(contextlib.closing(connect(address, config)))
         nixl: NixlPairs | None = None
         if options.command == "local" and not options.no_rivals:
-            nixl = stack.enter_context(contextlib.closing(NixlPairs()))
+            if missing := nixl_missing():
+                rivals = f"NIXL is not compared with: {missing}"
+            else:
+                nixl = stack.enter_context(contextlib.closing(NixlPairs()))
         choices = Choices(options.seconds, not options.no_verify, not options.no_limits)
         runner = Runner(channel, config, choices, nixl, progress)
         stack.enter_context(contextlib.closing(runner))
@@ -164,7 +169,8 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
             print(report.environment(address, mine, runner.other_stamp), flush=True)
         else:
             print(report.machine("running", mine))
-            print(f"{report.machine('serving', runner.other_stamp)}, at {address}\n")
+            print(f"{report.machine('serving', runner.other_stamp)}, at {address}")
+            print(f"{rivals}\n" if rivals else "")
             print(table.header(), flush=True)
         for result in runner.run(cases):
             progress.clear()
@@ -174,7 +180,7 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
     if not options.json:
         print(f"\n{report.legend(results)}")
     if options.plot:
-        plot.plot(results, options.plot, f"kvxfer {mine['versions']}, {mine['cpu']}")
+        plot.plot(results, options.plot, f"kvxfer {__version__}, {mine['cpu']}")
     return 2 if failed(results) else 0
 
 

@@ -278,19 +278,27 @@ def _settings(options: argparse.Namespace, transports: list[str]) -> list[dict[s
 def _model_case(
     options: argparse.Namespace, name: str, tp: int, tokens: int, settings: dict[str, Any]
 ) -> Case:
-    from kvxfer import models
     from kvxfer.errors import InvalidError
+    from kvxfer.sizing.models import find_model
 
     try:
-        shape = models.find(name)
+        model = find_model(name)
+        groups = [group for group in model.groups if group.element is None]
+        heads = groups[0].rank_heads(tp)
     except InvalidError as error:
         raise BenchError(f"--model: {error}") from None
+    contents = {content for group in groups for _, content in group.planes}
+    if len(groups) != 1 or len(contents) != 1:
+        raise BenchError(
+            f"--model {name}: its layers differ in shape or window, so engines keep several caches "
+            "of it; bench measures one: choose a model whose layers are alike"
+        )
     return Case(
-        name=f"{shape.name}{f' TP{tp}' if tp > 1 else ''}",
-        layers=shape.layers,
-        planes=shape.planes,
-        heads=max(1, shape.kv_heads // tp),
-        content=shape.head_size,
+        name=f"{model.name}{f' TP{tp}' if tp > 1 else ''}",
+        layers=groups[0].count,
+        planes=tuple(plane for plane, _ in groups[0].planes),
+        heads=heads,
+        content=contents.pop(),
         block_size=options.block_size,
         tokens=tokens,
         **settings,

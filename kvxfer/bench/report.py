@@ -32,9 +32,9 @@ class Table:
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._widths = [len(title) for title, _ in _COLUMNS]
-        least = (12, 11, 8, 8, 7, 8, 6, 8, 8, 8, 8, 11, 11)
+        least = (12, 11, 10, 8, 7, 8, 6, 8, 8, 8, 8, 11, 11)
         self._widths = [max(pair) for pair in zip(self._widths, least, strict=True)]
-        self._widths[0] = max([self._widths[0], *(len(case.name) for case in cases)])
+        self._widths[0] = max([self._widths[0], *(len(_title(case)) for case in cases)])
         self._widths[2] = max([self._widths[2], *(len(case.codec) for case in cases)])
 
     def header(self) -> str:
@@ -44,12 +44,12 @@ class Table:
         """Return the row of a result, with a line for each thing it was compared with."""
         case = result.case
         shown = [
-            case.name,
+            _title(case),
             "/".join(
                 filter(None, (result.report.get("transport", ""), result.report.get("path", "")))
             )
             or case.transport,
-            result.report.get("codec", case.codec),
+            _codec(result),
             format_bytes(case.block_bytes),
             f"{case.runs}",
             format_bytes(case.bytes),
@@ -89,6 +89,22 @@ class Table:
         return "  ".join(parts).rstrip()
 
 
+def _title(case: Case) -> str:
+    parts = [case.name]
+    if case.in_flight > 1:
+        parts.append(f"{case.in_flight} at once")
+    if case.threads:
+        parts.append(f"{case.threads} threads")
+    if case.memory != "host":
+        parts.append(case.memory)
+    return ", ".join(parts)
+
+
+def _codec(result: Result) -> str:
+    used = result.report.get("codec", "")
+    return f"auto: {used}" if result.case.codec == "auto" and used else result.case.codec
+
+
 def machine(name: str, stamp: Frame) -> str:
     """Return the line that says what a side runs on."""
     return (
@@ -110,7 +126,7 @@ def legend(results: Sequence[Result]) -> str:
     ]
     if limits:
         lines.insert(
-            1, f"  of limit  share of what the link carries without us: {', '.join(limits)}"
+            1, f"  of limit  share of what the link carries without us: {'; '.join(limits)}"
         )
     lines += [f"  {name:<9} because {why}" for name, why in reasons.items()]
     return "\n".join(lines)

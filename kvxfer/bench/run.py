@@ -27,7 +27,7 @@ _LARGE = 1 << 20  # bytes from which transfers are compared with memcpy and sock
 _BATCH = 32  # offers that are made at once
 _LEAST = 5  # repetitions
 _MOST = 2000
-_NOISE_FLOOR = 64 << 20  # bytes that the streams of plain sockets are chosen by
+_TRIAL = 64 << 20  # bytes at most that the streams of plain sockets are chosen by
 
 Progress = Callable[[str], None]
 
@@ -198,7 +198,7 @@ class Runner:
         if result.report["transport"] == "tcp":
             if self._sockets is None:
                 self._progress(f"{where}: looking what plain sockets carry")
-                nbytes = min(case.bytes, _NOISE_FLOOR)
+                nbytes = min(case.bytes, _TRIAL)
                 sockets = best_sockets(self._channel, self._config, nbytes)
                 self._sockets = self._cleanup.enter_context(sockets)
             receiver = self._sockets

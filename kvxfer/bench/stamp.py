@@ -8,6 +8,8 @@ import platform
 import time
 from pathlib import Path
 
+import kvxfer
+
 
 def stamp() -> dict[str, object]:
     """Return machine, kernel, page settings, versions, load and time, as JSON has them."""
@@ -22,7 +24,7 @@ def stamp() -> dict[str, object]:
         "shmem_thp": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "load": [round(value, 2) for value in os.getloadavg()],
         "versions": {
-            "kvxfer": version("kvxfer"),
+            "kvxfer": kvxfer.__version__,
             "python": platform.python_version(),
             "numpy": version("numpy"),
             "libc": " ".join(platform.libc_ver()),
