@@ -34,6 +34,7 @@ PUBLIC_HEADERS = {
     "pack.h": "pack",
     "transport.h": "transport",
     "verbs.h": "transport",
+    "trace.h": "engine",
     "agent.h": "engine",
 }
 # What pure Python in kvxfer/serving/ may use of the rest of the package.
