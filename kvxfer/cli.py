@@ -24,6 +24,9 @@ class Command:
 
 COMMANDS = {
     "demo": Command("kvxfer.demo", "move a KV cache between two processes and check every byte"),
+    "doctor": Command(
+        "kvxfer.doctor.command", "whether this host is set up for transfers, and what would hurt"
+    ),
     "size": Command("kvxfer.sizing.command", "how much KV a model has, and how long links take"),
     "bench": Command("kvxfer.bench.command", "measure what transfers reach, here or to a peer"),
     "quality": Command("kvxfer.quality", "measure what a codec costs a model, on real K and V"),

@@ -1,0 +1,138 @@
+"""Moves a pattern over each path there is, and compares every byte."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from kvxfer.agent import Agent
+from kvxfer.config import Config
+from kvxfer.doctor.findings import Finding, State
+from kvxfer.doctor.pattern import AGENT, TOTAL_BYTES, PatternCache, fetch_pattern, offer_pattern
+from kvxfer.errors import Error
+from kvxfer.transports import Transport
+
+PATIENCE = 4.0
+"""Seconds for all paths together."""
+_LOOPBACK = "loopback:"
+_REPORT = "this must not happen: please report it, with the output of kvxfer doctor --json"
+
+
+class Producer:
+    """The other process. It ends with this one."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvxfer.doctor.pattern", "127.0.0.1:0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends that one
+        )
+
+    def address(self, deadline: float) -> str:
+        """Return where it listens.
+
+        Raises
+        ------
+        Error
+            It does not.
+        """
+        assert self._process.stdout is not None
+        patience = max(0.0, deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], patience)[0]:
+            raise Error(f"the process of the other side said nothing for {patience:.1f} s")
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the other side's process ended at once"}
+        if "error" in answer:
+            raise Error(str(answer["error"]))
+        return str(answer["address"])
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def test_paths(transports: dict[str, Transport], producer: Producer) -> list[Finding]:
+    """Return how each available transport did between two processes, loopback within this one."""
+    deadline = time.monotonic() + PATIENCE
+    cache = PatternCache(filled=False)
+    findings = []
+    address: str | Error
+    try:
+        address = producer.address(deadline)
+    except Error as error:
+        address = error
+    for name, transport in transports.items():
+        if not transport.available:
+            continue
+        if name == "loopback":
+            findings.append(judge(f"selftest.{name}", name, lambda: _loopback(cache, deadline)))
+            continue
+
+        def between(name: str = name) -> tuple[str, int]:
+            if isinstance(address, Error):
+                raise address
+            return fetch_over(name, address, cache, deadline)
+
+        findings.append(judge(f"selftest.{name}", f"{name}, two processes", between))
+    return findings
+
+
+def judge(identity: str, what: str, run: Callable[[], tuple[str, int]]) -> Finding:
+    """Return the finding of a path; `run` returns what to say and how many bytes were wrong."""
+    try:
+        said, wrong = run()
+    except (Error, OSError) as error:
+        return Finding(
+            identity,
+            what,
+            f"failed: {error}",
+            State.BAD,
+            "transfers over it fail as well",
+            "the message names the cause; see docs/troubleshooting",
+        )
+    if wrong:
+        return Finding(
+            identity, what, f"{wrong} of {TOTAL_BYTES} bytes WRONG; {said}", State.BAD,
+            "an engine would answer from wrong KV", _REPORT,
+        )  # fmt: skip
+    return Finding(identity, what, f"every byte as it should be; {said}")
+
+
+def fetch_over(
+    transport: str,
+    address: str,
+    cache: PatternCache,
+    deadline: float,
+    config: Config | None = None,
+) -> tuple[str, int]:
+    """Fetch the pattern of another process; return what to say of it and the wrong bytes."""
+    left = max(0.1, deadline - time.monotonic())
+    settings = (config or Config()).replace(transport=transport, handshake_timeout=left)
+    with Agent(f"{AGENT}-asks", config=settings) as agent:
+        found = fetch_pattern(agent, address, cache, left)
+    rate = found.report.bytes / found.seconds / 1e9
+    size = f"{found.report.bytes >> 20} MiB at {rate:.2f} GB/s"
+    return f"{size} over {found.report.transport}: {found.report.why}", found.wrong_bytes
+
+
+def _loopback(cache: PatternCache, deadline: float) -> tuple[str, int]:
+    with Agent(AGENT, listen=_LOOPBACK, transport="loopback") as producer:
+        offer = offer_pattern(producer, PatternCache(filled=True))
+        try:
+            return fetch_over("loopback", producer.address, cache, deadline)
+        finally:
+            offer.release()
