@@ -33,6 +33,10 @@ COMMANDS = {
     "plan": Command(
         "kvxfer.serving.plan_command", "how many engines of which kind a load needs, and why"
     ),
+    "gateway": Command(
+        "kvxfer.integrations.gateway.command",
+        "serve with prefill and decode engines at one address",
+    ),
     "simulate": Command(
         "kvxfer.serving.simulate_command", "what a fleet does with a trace, by where it prefills"
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import InvalidError
@@ -62,14 +62,19 @@ class Samples:
         return max(found) if found else None
 
 
-def parse(text: str) -> Samples:
-    """Return the samples in `text`. What is none is left out: one must not hide the rest."""
-    return Samples(_parsed(text))
+def parse(text: str, wanted: Container[str] | None = None) -> Samples:
+    """Return the samples in `text`, those named in `wanted` or all.
+
+    A line that is none is left out: it must not hide the others.
+    """
+    return Samples(_parsed(text, wanted))
 
 
-def _parsed(text: str) -> Iterator[Sample]:
+def _parsed(text: str, wanted: Container[str] | None) -> Iterator[Sample]:
     for line in text.split("\n"):  # and no other separator, which a label may have
         if not line or line[0] == "#":
+            continue
+        if wanted is not None and line.partition("{")[0].partition(" ")[0] not in wanted:
             continue
         match = _SAMPLE.fullmatch(line)
         if match is None:
