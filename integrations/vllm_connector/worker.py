@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .stats import Stats
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
+_REST = 0.02  # seconds
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
 # After these the prefill side knows, or cannot be told.
 _SETTLED = {Status.STALE, Status.EXPIRED, Status.PEER_LOST, Status.UNREACHABLE, Status.CLOSED}
@@ -94,7 +96,9 @@ class Worker:
         self._agent = kvxfer.Agent(
             f"{transfer.engine_id}/{parallel.rank}", listen=listen, config=config
         )
-        self._agent.fileno()  # from now on poll() returns what has ended
+        self._ends = select.poll()  # with its descriptor, poll() returns what has ended
+        self._ends.register(self._agent.fileno(), select.POLLIN)
+        self._resting = time.monotonic()
         self._listens = listen is not None
         self._caches: dict[str, LocalCache] = {}
         self._scratch: dict[tuple[str, str, int], kvxfer.Cache] = {}
@@ -154,8 +158,12 @@ class Worker:
             offer.mark_all_ready()
         self._filling.clear()
 
-    def results(self) -> Results:
-        """Return what has ended since the last call: each request once."""
+    def results(self, *, idle: bool = False) -> Results:
+        """Return what has ended since the last call: each request once.
+
+        `idle` says that this step computed nothing.
+        """
+        self._rest(idle)
         for handle in self._agent.poll():
             if isinstance(handle, Fetch):
                 self._fetch_ended(handle)
@@ -171,6 +179,18 @@ class Worker:
 
     def close(self) -> None:
         self._agent.close()
+
+    def _rest(self, idle: bool) -> None:
+        """Wait a moment for the next end, where vLLM would look again a millisecond later.
+
+        The longer it has been so the longer, as a new request has to wait as well.
+        """
+        now = time.monotonic()
+        waits = self._by_fetch or any(send.held for send in self._sends.values())
+        if not idle or not waits or self._results.loaded or self._results.sent:
+            self._resting = now
+            return
+        self._ends.poll(1e3 * min(_REST, (now - self._resting) / 20))
 
     # --- prefill side ---
 
