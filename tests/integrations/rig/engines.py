@@ -96,8 +96,7 @@ class Server:
 
     def kill(self) -> None:
         """End the process and all that it started, without notice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> None:
@@ -106,6 +105,11 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
         self.kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def lines(self, text: str) -> list[str]:
         return [line for line in self.log.read_text(errors="replace").splitlines() if text in line]
@@ -125,6 +129,7 @@ def start_engine(
     extra: dict[str, Any] | None = None,
     core: str = "nobind",
     block_size: int = 32,
+    max_len: int = 4096,
     dtype: str = "float32",
     policy: str = "recompute",
     connector: str = "KvxferConnector",
@@ -137,8 +142,8 @@ def start_engine(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
     command += ["--enforce-eager", "--dtype", dtype]
-    command += ["--block-size", str(block_size), "--max-model-len", "4096", "--max-num-seqs", "16"]
-    command += ["--host", "127.0.0.1", *options]
+    command += ["--block-size", str(block_size), "--max-model-len", str(max_len)]
+    command += ["--max-num-seqs", "16", "--host", "127.0.0.1", *options]
     if role is not None:
         transfer = {
             "kv_connector": connector,

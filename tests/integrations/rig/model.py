@@ -19,7 +19,12 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER = 4, 256, 8, 4, 64, 512
 
 
 def write_model(
-    folder: Path, *, seed: int = 0, dtype: str = "float32", window: int | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    window: int | None = None,
+    positions: int = 4096,
 ) -> Path:
     """Write config and weights; with `window`, as a Mistral whose layers all have that window."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +39,7 @@ def write_model(
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_SIZE,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
