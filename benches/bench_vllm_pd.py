@@ -77,6 +77,10 @@ class Bench:
 
     def say(self, part: str, system: str, **found: Any) -> None:
         if self.options.json:
+            found = {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in found.items()
+            }
             print(json.dumps({"part": part, "system": system, **found}), flush=True)
             return
         figures = (
@@ -259,7 +263,8 @@ class Bench:
                     (cpu_seconds(engine) - was) / REST_SECONDS
                     for engine, was in zip(system.engines, before, strict=True)
                 ]
-            self.say("rest", peer, cores=", ".join(f"{each:.3f}" for each in used))
+            names = ("cores",) if len(used) == 1 else ("prefill_cores", "decode_cores")
+            self.say("rest", peer, **dict(zip(names, used, strict=True)))
 
 
 def reason(servers: tuple[Server, ...]) -> str:
@@ -289,7 +294,7 @@ def cpu_seconds(server: Server) -> float:
 
 @contextlib.contextmanager
 def placed(system: System) -> Iterator[None]:
-    """Give workers the best cores: their main threads computes, others may busy-wait."""
+    """Give workers the best cores: their main threads compute, others may busy-wait."""
     if system.moved is None:
         yield
         return
@@ -321,7 +326,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15, help="of load")
     parser.add_argument("--streams", type=int, default=4, help="decodes that run under load")
     parser.add_argument("--long", type=int, default=2048, help="tokens of prompts that arrive")
-    parser.add_argument("--every", type=float, default=0.7, help="seconds between them")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between them")
     parser.add_argument("--requests", type=int, default=48, help="of the rate part")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
