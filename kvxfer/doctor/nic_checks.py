@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from kvxfer.doctor.findings import Finding, State
@@ -90,8 +91,8 @@ def _check_port(nic: Nic, port: Port, nics: list[Nic]) -> Finding:
     parts = [f"{port.state}, {port.rate}, {port.link_layer}"]
     if nic.device is None:
         parts.append(f"soft-RoCE over {nic.interface}: for tests, not for speed")
-    if gid := port.best_gid:
-        parts.append(f"{gid[0] or 'GID'} {gid[1]}")
+    if port.link_layer == "Ethernet" and (gid := port.best_gid):
+        parts.append(f"{gid[0] or 'GID'} {_address(gid[1])}")
     parts += [f"firmware {nic.firmware}"] * bool(nic.firmware)
     parts += [str(nic.width)] * bool(nic.width)
     if nic.device is not None and nic.device.numa_node >= 0:
@@ -306,6 +307,15 @@ def _check_library(tree: Tree, nics: list[Nic], answer: dict[str, Any]) -> list[
             )
         )
     return findings
+
+
+def _address(gid: str) -> str:
+    """Return a GID as people write the IP address that it is."""
+    try:
+        address = ipaddress.IPv6Address(gid)
+    except ValueError:
+        return gid
+    return str(address.ipv4_mapped or address)
 
 
 def _plain(value: object) -> str:

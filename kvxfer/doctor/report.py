@@ -49,7 +49,8 @@ def summary(findings: list[Finding]) -> str:
     """Return the last line: what hurts, or that nothing does."""
     count = counts(findings)
     if not count["bad"] and not count["warn"]:
-        return f"Nothing would hurt: {count['ok']} checks passed, {count['info']} remarks."
+        remarks = f"{count['info']} remark{'' if count['info'] == 1 else 's'}"
+        return f"Nothing would hurt: {count['ok']} checks passed, {remarks}."
     numbers = [f"{count['bad']} bad"] * bool(count["bad"])
     numbers += [f"{count['warn']} to mend"] * bool(count["warn"])
     worst = sorted((one for one in findings if one.hurts), key=lambda one: one.state is State.WARN)

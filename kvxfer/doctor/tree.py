@@ -179,5 +179,7 @@ def open_tree(path: str) -> Tree:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Order mlx5_2 before mlx5_10."""
+    """Order mlx5_2 before mlx5_10, and PCI addresses, which are hexadecimal, as they are."""
+    if ":" in name:
+        return [(0, name)]
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
