@@ -72,7 +72,7 @@ IoThreads& threads_of(Agent& agent, std::initializer_list<std::vector<int>> desc
 }
 
 StatusCode to_code(const std::string& name) {
-  for (int code = 0; code <= static_cast<int>(StatusCode::kProtocol); ++code) {
+  for (int code = 0; code <= static_cast<int>(kLastStatus); ++code) {
     if (name == status_name(static_cast<StatusCode>(code))) return static_cast<StatusCode>(code);
   }
   throw Error(StatusCode::kInvalid, "there is no status '" + name + "'");
@@ -187,7 +187,7 @@ void register_handles(py::module_& module) {
       .def("done", &Fetch::done, NoGil())
       .def("status", [](const Fetch& fetch) { return ask_status([&] { return fetch.status(); }); })
       .def("wait", &Fetch::wait, py::arg("seconds"), NoGil())
-      .def("cancel", &Fetch::cancel, NoGil())
+      .def("cancel", &Fetch::cancel, py::arg("for_good") = false, NoGil())
       .def("event_fd", &Fetch::event_fd, NoGil())
       .def("report", &Fetch::report, NoGil());
 }
@@ -197,6 +197,14 @@ void register_handles(py::module_& module) {
 void register_agent(py::module_& module) {
   register_options(module);
   register_handles(module);
+  module.def("codec_rates", [] {
+    CodecRates rates;
+    {
+      const py::gil_scoped_release release;
+      rates = codec_rates();
+    }
+    return std::make_tuple(rates.pack, rates.unpack, rates.encode, rates.decode);
+  });
   py::class_<Agent, std::unique_ptr<Agent, CloseWithoutGil>>(module, "Agent")
       .def(py::init<const AgentOptions&>(), py::arg("options"), NoGil())
       .def("register_cache", &Agent::register_cache, py::arg("layout"), NoGil())
@@ -217,19 +225,39 @@ void register_agent(py::module_& module) {
           "fetch",
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
              const BlockTable& table, uint32_t num_tokens, double timeout,
-             const std::vector<std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t>>&
-                 parts,
+             const std::vector<
+                 std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t, uint32_t>>& parts,
              const CodecSpec& codec) {
             FetchSpec spec{
                 offer_id, to_generation(generation), cache, table, num_tokens, timeout, {}, codec};
-            for (const auto& [peer, layers, begin, end] : parts)
-              spec.parts.push_back({peer, layers, begin, end});
+            for (const auto& [peer, layers, begin, end, consumers] : parts)
+              spec.parts.push_back({peer, layers, begin, end, consumers});
             py::gil_scoped_release release;
             return agent.fetch(spec);
           },
           py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
           py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"),
           py::arg("codec"))
+      .def(
+          "decline",
+          [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
+             double timeout, const std::vector<std::pair<PeerId, uint32_t>>& parts) {
+            DeclineSpec spec{offer_id, to_generation(generation), cache, timeout, {}};
+            for (const auto& [peer, consumers] : parts) spec.parts.push_back({peer, consumers});
+            py::gil_scoped_release release;
+            return agent.decline(spec);
+          },
+          py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
+          py::arg("timeout"), py::arg("parts"))
+      .def(
+          "reject",
+          [](Agent& agent, const std::string& offer_id, const py::bytes& generation,
+             const std::string& reason) {
+            const Generation raw = to_generation(generation);
+            const py::gil_scoped_release release;
+            agent.reject(offer_id, raw, reason);
+          },
+          py::arg("offer_id"), py::arg("generation"), py::arg("reason"))
       .def(
           "renew",
           [](Agent& agent, PeerId peer, const std::string& offer_id, const py::bytes& generation) {

@@ -7,8 +7,9 @@ side fetches them with the offer's ticket. See the README for a first example.
 from kvxfer import _core
 from kvxfer.agent import Agent
 from kvxfer.cache import Cache
-from kvxfer.codecs import Codec, CodecInfo, codecs, tiered
+from kvxfer.codecs import Codec, CodecInfo, CodecRates, codec_rates, codecs, tiered
 from kvxfer.config import Config
+from kvxfer.cover import Ranks
 from kvxfer.errors import (
     ClosedError,
     ConfigError,
@@ -34,6 +35,7 @@ __all__ = [
     "ClosedError",
     "Codec",
     "CodecInfo",
+    "CodecRates",
     "Config",
     "ConfigError",
     "Error",
@@ -42,6 +44,7 @@ __all__ = [
     "InvalidError",
     "LayoutError",
     "Offer",
+    "Ranks",
     "Report",
     "ResourceError",
     "Status",
@@ -50,6 +53,7 @@ __all__ = [
     "TransferError",
     "Transport",
     "__version__",
+    "codec_rates",
     "codecs",
     "issue_ticket",
     "tiered",

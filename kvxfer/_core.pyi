@@ -259,6 +259,12 @@ def build_info() -> _BuildInfo:
 
 # --- bindings/agent_py.cc ---
 
+def codec_rates() -> tuple[float, float, float, float]:
+    """Bytes of a cache a second that one thread packs, unpacks, encodes and decodes.
+
+    Measured at the first call, in some 50 to 200 milliseconds.
+    """
+
 class AgentOptions:
     """Settings of an Agent, read once when it is made. kvxfer.Config says what they mean."""
 
@@ -404,8 +410,11 @@ class Fetch:
         """Status name and message; meaningful once done."""
     def wait(self, seconds: float) -> bool:
         """Wait at most that long; return done()."""
-    def cancel(self) -> None:
-        """End it with CANCELLED unless it is done. On return nothing writes into the blocks."""
+    def cancel(self, for_good: bool = False) -> None:
+        """End it with CANCELLED unless it is done. On return nothing writes into the blocks.
+
+        `for_good`: the producers count it as if it had been declined, unless it delivered.
+        """
     def event_fd(self) -> int:
         """A descriptor that becomes readable when done. The fetch owns it."""
     def report(self) -> FetchReport: ...
@@ -441,10 +450,25 @@ class Agent:
         table: BlockTable,
         num_tokens: int,
         timeout: float,
-        parts: Sequence[tuple[int, Sequence[int], int, int]],
+        parts: Sequence[tuple[int, Sequence[int], int, int, int]],
         codec: CodecSpec,
     ) -> Fetch:
-        """Fetch the tokens from table.first_token on. A part: peer, layers, heads begin and end."""
+        """Fetch the tokens from table.first_token on.
+
+        A part: peer, layers, heads begin and end, consumers that fetch from the peer.
+        """
+    def decline(
+        self,
+        *,
+        offer_id: str,
+        generation: bytes,
+        cache: int,
+        timeout: float,
+        parts: Sequence[tuple[int, int]],
+    ) -> Fetch:
+        """Tell peers that an offer will not be fetched. A part: peer, consumers as in fetch()."""
+    def reject(self, offer_id: str, generation: bytes, reason: str) -> None:
+        """Refuse fetches of an offer that will not be made with WITHDRAWN; end it if it is open."""
     def renew(self, peer: int, offer_id: str, generation: bytes) -> None:
         """Extend the lease of an offer that is to be fetched later; nothing if not connected."""
     def add_peer(self, name: str) -> int:

@@ -10,7 +10,8 @@ import socket
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from types import TracebackType
 from typing import Any
@@ -19,13 +20,13 @@ from kvxfer import _core
 from kvxfer.cache import Cache
 from kvxfer.codecs import Codec
 from kvxfer.config import Config
-from kvxfer.cover import cover
+from kvxfer.cover import Part, Ranks, cover
 from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
 from kvxfer.handles import Fetch, Offer
 from kvxfer.handshake import Identity, bind_to_interface
 from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
-from kvxfer.ticket import AgentRef, Ticket, issue_ticket, parse_ticket
+from kvxfer.ticket import AgentRef, ParsedTicket, Ticket, issue_ticket, parse_ticket
 
 _MAX_NAME = 1024  # bytes that the wire carries
 _LONGEST = 1e8  # seconds that a lease or a fetch may last: three years
@@ -193,7 +194,8 @@ class Agent:
         lease
             Seconds after which the blocks are released if no consumer was heard from.
         consumers
-            Fetches after which the offer has done its duty and is released.
+            Fetches after which the offer has done its duty and is released. It waits for more
+            where a consumer tells of more (`ranks` of `fetch`). A decline counts as a fetch.
         ready
             False: the KV is still being computed, and `Offer.mark_ready` tells layer by layer.
 
@@ -246,6 +248,7 @@ class Agent:
         first_slot: int | None = None,
         timeout: float = 30.0,
         codec: str | Codec | None = None,
+        ranks: Ranks | None = None,
     ) -> Fetch:
         """Start to fetch the KV of an offer into local blocks; returns at once.
 
@@ -273,6 +276,10 @@ class Agent:
         codec
             Encoding on the wire, as ``"int8"``, ``"auto"`` or `tiered`; `codecs` says which there
             are. Left out, `Config.codec`, which is ``"raw"``: elements as they are.
+        ranks
+            All ranks of this consumer, where several fetch an offer, each its slice: every producer
+            then expects as many fetches as there are ranks that need it. Left out, its offer ends
+            after ``offer(consumers=...)``. All ranks pass it, or none.
 
         Raises
         ------
@@ -281,7 +288,7 @@ class Agent:
             hold all of the cache's layers and heads.
         InvalidError
             Blocks out of range, repeated or too few; tokens not on offer; a cache that is not
-            registered; an unknown codec or option.
+            registered; an unknown codec or option; ranks of which the cache is none.
         """
         _check_seconds("timeout", timeout)
         spec = Codec.parse(self._config.codec if codec is None else codec)
@@ -299,8 +306,7 @@ class Agent:
         if not 0 <= slot < layout.block_size:
             raise InvalidError(f"first_slot is {slot}, a block has {layout.block_size} slots")
         table = _core.BlockTable(blocks, begin, slot)
-        heads = (layout.first_head, layout.first_head + layout.num_heads)
-        parts = cover(parsed.agents, layout.layers, heads, self._spread)
+        parts, consumers = self._share(parsed, cache, ranks)
         with self._lock:
             cache_id = self._cache_id(cache)
             # Checks come before the first connection is made.
@@ -315,19 +321,85 @@ class Agent:
                     num_tokens=end - begin,
                     timeout=timeout,
                     parts=[
-                        (self._peers.get(parsed.agents[agent]).id, layers, head, head_end)
+                        (
+                            self._peers.get(parsed.agents[agent]).id,
+                            layers,
+                            head,
+                            head_end,
+                            consumers[agent],
+                        )
                         for agent, layers, head, head_end in parts
                     ],
                     codec=spec.core_spec(parsed.first_token + parsed.num_tokens),
                 )
 
-            try:
-                core = start()
-            except TransferError:  # a connection ended just after it was found: make a new one
-                core = start()
-            fetch = Fetch(core, cache, self._watch)
-            self._handles[core.handle] = fetch
-        return fetch
+            return self._start(start, cache)
+
+    def decline(
+        self, ticket: Ticket, cache: Cache, *, ranks: Ranks | None = None, timeout: float = 30.0
+    ) -> Fetch:
+        """Tell the agents that `fetch` would fetch from that it will not; returns at once.
+
+        Their offers count it as a fetch that is done, so they end without waiting for their lease.
+        Nothing is moved, no layer is waited for, and the caches need not fit together. An agent
+        that declines twice for one cache, or what it has fetched into it, is counted once.
+
+        Returns
+        -------
+        Fetch
+            Ends OK when each of them has noted it, or has no such offer any more. One that is not
+            made yet is waited for. It goes on when nobody holds the handle.
+
+        Parameters
+        ----------
+        ticket, cache, ranks
+            As in `fetch`.
+        timeout
+            Seconds until it ends with TIMEOUT, and is taken back where the offer was not made yet.
+
+        Raises
+        ------
+        TicketError
+            As in `fetch`.
+        InvalidError
+            A cache that is not registered; ranks of which it is none.
+        """
+        _check_seconds("timeout", timeout)
+        parsed = parse_ticket(ticket, self._config.secret)
+        parts, consumers = self._share(parsed, cache, ranks)
+        agents = list(dict.fromkeys(agent for agent, *_ in parts))
+        with self._lock:
+            cache_id = self._cache_id(cache)
+
+            def start() -> _core.Fetch:
+                peers = {self._peers.get(parsed.agents[agent]).id: agent for agent in agents}
+                return self._core.decline(
+                    offer_id=parsed.offer_id,
+                    generation=parsed.generation,
+                    cache=cache_id,
+                    timeout=timeout,
+                    parts=[(peer, consumers[agent]) for peer, agent in peers.items()],
+                )
+
+            return self._start(start, cache)
+
+    def reject(self, ticket: Ticket, reason: str = "") -> None:
+        """Say that the offer which a ticket promised will not be made.
+
+        Fetches that wait for it end with WITHDRAWN and the reason, and so do those that come later,
+        as long as this agent remembers: the last 4096 offers that have ended. Declines end OK. An
+        offer of the ticket that is open ends, too, with WITHDRAWN; its blocks are free once it is
+        released.
+
+        Raises
+        ------
+        TicketError
+            The ticket is damaged, forged or of another version.
+        """
+        parsed = parse_ticket(ticket, self._config.secret)
+        with self._lock:
+            self._check_open()
+            self._core.reject(parsed.offer_id, parsed.generation, reason)
 
     def renew(self, ticket: Ticket) -> None:
         """Extend the lease of an offer that is to be fetched later, where its agents are connected.
@@ -433,6 +505,27 @@ class Agent:
             )
         if self._closed:
             raise ClosedError(f"agent {self.name!r} is closed")
+
+    def _share(
+        self, ticket: ParsedTicket, cache: Cache, ranks: Ranks | None
+    ) -> tuple[list[Part], Counter[int]]:
+        """Return what to fetch from whom, and by agent how many do."""
+        layout = cache.layout
+        heads = (layout.first_head, layout.first_head + layout.num_heads)
+        if ranks is not None:
+            return ranks.share(ticket, layout.layers, heads)
+        parts = cover(ticket.agents, layout.layers, heads, self._spread)
+        return parts, Counter({agent for agent, *_ in parts})
+
+    def _start(self, start: Callable[[], _core.Fetch], cache: Cache) -> Fetch:
+        """Wrap what the core has started. Needs the lock."""
+        try:
+            core = start()
+        except TransferError:  # a connection ended just after it was found: make a new one
+            core = start()
+        fetch = Fetch(core, cache, self._watch)
+        self._handles[core.handle] = fetch
+        return fetch
 
     def _cache_id(self, cache: Cache) -> int:
         self._check_open()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from operator import index
+from typing import TYPE_CHECKING
 
-from kvxfer import _core
 from kvxfer.errors import InvalidError
+
+if TYPE_CHECKING:
+    from kvxfer import _core
 
 _ABOUT = {
     "raw": "elements as they are; converted where the two caches' types differ",
@@ -180,6 +183,8 @@ class Codec:
 
     def core_spec(self, end: int) -> _core.CodecSpec:
         """Return it as the core takes it, for an offer that ends before token `end`."""
+        from kvxfer import _core  # only here: importing kvxfer loads no native code
+
         return _core.CodecSpec(
             codec=self.name,
             panel_tokens=self.panel_tokens,
@@ -237,3 +242,26 @@ def tiered(
 def codecs() -> dict[str, CodecInfo]:
     """Return what `Agent.fetch` and ``KVXFER_CODEC`` take, by name."""
     return {name: CodecInfo(name, about) for name, about in _ABOUT.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecRates:
+    """How fast one thread of this process handles a cache, in bytes of it a second."""
+
+    pack: float
+    unpack: float
+    encode: float
+    """With int8, which ``auto`` may choose."""
+    decode: float
+
+
+def codec_rates() -> CodecRates:
+    """Return what ``auto`` compares with the link, measured at the first call of a process.
+
+    That takes 50 to 200 milliseconds. An agent measures by itself before its first fetch with
+    ``auto`` over a link that may be slower than memory; an engine that calls this while it starts
+    spares that fetch the wait.
+    """
+    from kvxfer import _core
+
+    return CodecRates(*_core.codec_rates())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
-from kvxfer.errors import TicketError
-from kvxfer.ticket import AgentRef
+from kvxfer.errors import InvalidError, TicketError
+from kvxfer.ticket import AgentRef, ParsedTicket
 
 Part = tuple[int, list[int], int, int]
 """Agent (index in the ticket), layers (indices in the cache), heads begin and end (global)."""
@@ -55,3 +57,71 @@ def cover(
             parts.setdefault((agent, head, furthest), []).append(index)
             head = furthest
     return [(agent, held, begin, end) for (agent, begin, end), held in parts.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """All ranks of a consumer: so many agents that share out each offer among them.
+
+    With them a producer learns how many fetches to expect. All ranks pass the same, but for `own`.
+
+    Parameters
+    ----------
+    own
+        Which of them the agent is that fetches, from 0.
+    heads
+        Global kv heads ``(begin, end)`` of each rank's cache: ``[(0, 4), (4, 8)]`` of two, the same
+        range several times where heads are replicated.
+    layers
+        Names of the layers of each rank's cache, for pipeline stages. Left out, all have those of
+        the cache that is fetched into.
+
+    Raises
+    ------
+    InvalidError
+        `own` is none of them, or the two lists differ in length.
+    """
+
+    own: int
+    heads: Sequence[tuple[int, int]]
+    layers: Sequence[Sequence[str]] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.own < len(self.heads):
+            raise InvalidError(f"own is {self.own}, there are heads of {len(self.heads)} ranks")
+        if self.layers is not None and len(self.layers) != len(self.heads):
+            raise InvalidError(
+                f"there are layers of {len(self.layers)} ranks and heads of {len(self.heads)}"
+            )
+
+    def share(
+        self, ticket: ParsedTicket, layers: Sequence[str], heads: tuple[int, int]
+    ) -> tuple[list[Part], Counter[int]]:
+        """Return the own rank's parts, and how many ranks have parts of each agent.
+
+        Ranks that hold the same heads take turns among agents that do, from a start that differs
+        from ticket to ticket.
+
+        Raises
+        ------
+        InvalidError
+            `layers` and `heads`, of the own cache, are others than the own rank's.
+        TicketError
+            A rank's layers and heads that nobody holds.
+        """
+        own_layers = layers if self.layers is None else self.layers[self.own]
+        if tuple(self.heads[self.own]) != heads or set(own_layers) != set(layers):
+            raise InvalidError(
+                f"the cache has {len(layers)} layers and heads {heads}, rank {self.own} of `ranks` "
+                f"{len(own_layers)} and {self.heads[self.own]}: name the cache's own"
+            )
+        start = int.from_bytes(ticket.generation[:8], "big")
+        own: list[Part] = []
+        count: Counter[int] = Counter()
+        for rank, (begin, end) in enumerate(self.heads):
+            its_layers = layers if self.layers is None else self.layers[rank]
+            parts = cover(ticket.agents, its_layers, (begin, end), start + rank)
+            count.update({agent for agent, *_ in parts})
+            if rank == self.own:
+                own = parts
+        return own, count

@@ -25,6 +25,7 @@ class Status(str, enum.Enum):
     INVALID = "INVALID"
     NO_RESOURCES = "NO_RESOURCES"
     PROTOCOL = "PROTOCOL"
+    WITHDRAWN = "WITHDRAWN"
 
 
 class Error(Exception):

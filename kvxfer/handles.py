@@ -172,12 +172,20 @@ class Fetch(_Handle):
         if error is not None:
             raise error
 
-    def cancel(self) -> None:
+    def cancel(self, *, done: bool = False) -> None:
         """End it with CANCELLED, unless it has ended.
 
         On return nothing writes into the blocks any more, now or later.
+
+        Parameters
+        ----------
+        done
+            False: the offer is kept, so that the fetch can be tried again. True: this consumer is
+            done with it for good, as after `Agent.decline`, and its producers need not wait for
+            it. Also for a fetch that has failed by itself. They are told in the background, within
+            another timeout of the fetch.
         """
-        self._core.cancel()
+        self._core.cancel(done)
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
         """Have `callback` called once by `Agent.poll` after the end, in the polling thread.

@@ -17,6 +17,7 @@ const char* status_name(StatusCode code) {
     case StatusCode::kInvalid: return "INVALID";
     case StatusCode::kNoResources: return "NO_RESOURCES";
     case StatusCode::kProtocol: return "PROTOCOL";
+    case StatusCode::kWithdrawn: return "WITHDRAWN";
   }
   return "UNKNOWN";
 }

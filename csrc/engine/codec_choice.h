@@ -9,16 +9,7 @@
 
 namespace kvxfer {
 
-// Bytes of a cache a second.
-struct CodecRates {
-  double pack = 0, unpack = 0;    // as they are
-  double encode = 0, decode = 0;  // with the recommended codec
-};
-
-// Of one thread of this process. Measured when first asked for, which takes some 50 milliseconds.
-// Thread-safe.
-const CodecRates& codec_rates();
-// Whether that is done, so that codec_rates() returns at once.
+// Whether codec_rates() has been measured, so that it returns at once.
 bool codec_rates_known();
 
 struct Pipeline {

@@ -2,6 +2,7 @@
 #include <set>
 #include <utility>
 
+#include "engine/codec_choice.h"
 #include "engine/codecs.h"
 #include "engine/core.h"
 
@@ -80,19 +81,6 @@ void report_accept(const Part& part, const wire::Accept& accept) {
         std::string("; ") + element_name(part.producer_element) + " becomes " + element_name(mine);
   }
   add_distinct(report.codec_why, why);
-}
-
-void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
-  if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
-  fetch->done = true;
-  fetch->ended = Clock::now();
-  clear_timer(core, fetch->timer);
-  --fetch->cache->users;
-  core.fetches.erase(fetch->handle);
-  fetch->parts.clear();  // they point back here
-  fetch->changed.notify_all();
-  signal_event(fetch->event);
-  core.events.push(fetch->handle);
 }
 
 // The whole fetch has arrived: every producer hears DONE once, however many parts it answered,
@@ -200,6 +188,23 @@ void count_chunk(AgentCore& core, Part& part, const wire::Commit& commit,
   ++report.chunks;
 }
 
+// Runs on the pool, without the mutex: measuring takes a while, once.
+void measure_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
+  try {
+    codec_rates();
+  } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
+    Guard guard(core);
+    return fail_fetch(core, part->fetch,
+                      {StatusCode::kNoResources,
+                       std::string("codec auto: coding could not be measured: ") + error.what()});
+  }
+  Guard guard(core);
+  // A peer that is lost has taken it out, and failed it.
+  if (std::erase(part->peer->pending, part) == 0 || part->fetch->ending) return;
+  start_part(core, part);
+  grant_slots(core);
+}
+
 void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   const auto fetch = part->fetch;
   UnpackedChunk chunk;
@@ -223,9 +228,35 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
 
 }  // namespace
 
+void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
+  fetch->done = true;
+  fetch->ended = Clock::now();
+  clear_timer(core, fetch->timer);
+  if (fetch->cache) --fetch->cache->users;
+  core.fetches.erase(fetch->handle);
+  fetch->parts.clear();  // they point back here
+  fetch->changed.notify_all();
+  signal_event(fetch->event);
+  const bool in_background = fetch->declines && fetch->given_up;
+  if (!in_background) core.events.push(fetch->handle);
+}
+
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   Peer& peer = *part->peer;
+  if (part->fetch->declines) {
+    part->id = peer.next_fetch_id++;
+    peer.parts[part->id] = part;
+    return send_decline(*part);
+  }
   const Codec codec = part->fetch->spec.codec.codec;
+  if (codec == Codec::kAuto && peer.link->crosses_wire() && !codec_rates_known()) {
+    // Meanwhile it fails with the peer, as one does that waits for HELLO.
+    peer.pending.push_back(part);
+    if (core.pool->submit([&core, part] { measure_and_start(core, part); })) return;
+    return fail_fetch(core, part->fetch,
+                      {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
+  }
   // For kAuto the producer knows what this side has, and chooses.
   if (codec != Codec::kAuto && (schemes_of(codec) & ~peer.schemes) != 0) {
     return fail_fetch(
@@ -259,7 +290,9 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   if (found == peer.parts.end()) return;
   const auto part = found->second;
   const FetchState& fetch = *part->fetch;
-  if (part->accepted) throw Error(StatusCode::kProtocol, "ACCEPT came twice");
+  if (part->accepted || fetch.declines) {
+    throw Error(StatusCode::kProtocol, "ACCEPT came twice, or answers a DECLINE");
+  }
   try {
     part->plan.emplace(plan_part(*part, accept));
   } catch (const Error& error) {
@@ -321,7 +354,12 @@ void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused) {
   if (found == peer.parts.end()) return;
   const auto part = found->second;
   part->sent = false;  // nothing is under way for it any more: neither CANCEL nor quarantine
-  fail_fetch(core, part->fetch, {refused.code, "'" + peer.name + "' refused: " + refused.reason});
+  fail_part(core, part, {refused.code, "'" + peer.name + "' refused: " + refused.reason});
+}
+
+void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status) {
+  if (part->fetch->declines) return end_declined_part(core, part, std::move(status));
+  fail_fetch(core, part->fetch, std::move(status));
 }
 
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status) {

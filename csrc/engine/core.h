@@ -36,6 +36,9 @@ struct Peer;
 struct Serve;
 struct Part;
 
+// Producer: who is at the other end, across connections: the agent's name, and its cache's id.
+using Consumer = std::pair<std::string, uint32_t>;
+
 // A registered cache.
 struct Cache {
   CacheId id = 0;
@@ -55,7 +58,12 @@ struct OfferState {
   uint32_t token_end = 0;
   std::vector<bool> ready;  // by layer
   uint32_t ready_left = 0;
-  uint32_t consumers_left = 0;
+  uint32_t consumers =
+      0;  // whose end ends it: what the owner said, or a consumer that knows of more
+  uint32_t ended_consumers = 0;
+  uint32_t declines = 0;  // of those
+  // By agent and its cache: a decline stands for one fetch, and is not counted beside it.
+  std::set<Consumer> fetched_by, declined_by;
   Duration lease{};
   TimePoint lease_end;
   std::optional<Timers::Id> timer;
@@ -68,10 +76,12 @@ struct OfferState {
   UniqueFd event;
 };
 
-// Producer: the answer to one FETCH, from its arrival until DONE, CANCELLED or REFUSED.
+// Producer: the answer to one FETCH, from its arrival until DONE, CANCELLED or REFUSED. Or to a
+// DECLINE, until DECLINED: then `request` has what the two have in common.
 struct Serve {
   std::shared_ptr<Peer> peer;
   wire::Fetch request;
+  bool declines = false, given_up = false;
   std::shared_ptr<OfferState> offer;                // null while it waits for one
   std::optional<ChunkPlan> plan;                    // once accepted
   std::vector<int32_t> wire_layer;                  // cache layer -> wire layer, -1: not asked for
@@ -105,10 +115,13 @@ struct Part {
   bool sent = false, accepted = false, done = false;
 };
 
+// Or a decline, which has no cache, no blocks and no slots.
 struct FetchState {
   std::shared_ptr<AgentCore> core;
   uint64_t handle = 0;
   FetchSpec spec;
+  bool declines = false;
+  bool given_up = false;  // of a fetch: its producers are told; of a decline: that it tells them so
   bool nothing_to_code = false;  // the codec asked for leaves all tokens as they are
   std::shared_ptr<Cache> cache;
   std::vector<std::shared_ptr<Part>> parts;
@@ -260,6 +273,10 @@ void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job);
 
 // offers.cc
 void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome);
+// A consumer is through: it has fetched.
+void count_fetch(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve);
+// Or will not.
+void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve);
 void release_if_unread(AgentCore& core, OfferState& offer);
 void renew_lease(OfferState& offer);
 
@@ -271,9 +288,13 @@ void accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
 
 // producer.cc
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request);
+void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                    const wire::Decline& decline);
 void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit);
 void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id);
 void handle_cancel(AgentCore& core, Peer& peer, uint64_t fetch_id);
+// Its offer has ended, or will never be there.
+void answer_ended(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& outcome);
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
                    const std::shared_ptr<OfferState>& offer);
 void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer);
@@ -294,6 +315,10 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
 // for, Error(kMismatch) where the two sides disagree or their elements do not go together.
 ChunkPlan plan_part(const Part& part, const wire::Accept& accept);
 
+// fetches.cc
+// Hands the parts of a fetch that is in AgentCore::fetches to their peers, and sets its deadline.
+void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
+
 // slots.cc
 void ensure_arena(AgentCore& core);
 uint32_t window_of(const AgentCore& core, const Part& part);  // most slots that a part holds
@@ -310,11 +335,22 @@ void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothin
 
 // consumer.cc
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
+void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
+// One peer of a fetch fails: with it the fetch. Other parts of a decline go on.
+void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
 void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
 void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
+
+// declines.cc
+void send_decline(Part& part);
+// Tells the producers of a fetch that has failed that they need not wait for another.
+void give_up(AgentCore& core, FetchState& fetch);
+void handle_declined(AgentCore& core, Peer& peer, uint64_t fetch_id);
+// A part of a decline has its answer, or gets none.
+void end_declined_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);
 
 // peers.cc
 // Ends a connection: all that waits on it fails now, its slots are freed at on_closed().

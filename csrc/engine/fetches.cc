@@ -16,6 +16,11 @@ uint64_t part_bytes(const FetchState& fetch, const FetchPart& part) {
          row_elements * element_bytes(fetch.cache->layout.element);
 }
 
+std::string what_of(const FetchState& fetch) {
+  return std::string(fetch.declines ? "decline" : "fetch") + " of offer '" + fetch.spec.offer_id +
+         "'";
+}
+
 // How far a fetch got, for the message of a time-out.
 std::string progress(const FetchState& fetch) {
   for (const auto& part : fetch.parts) {
@@ -27,6 +32,7 @@ std::string progress(const FetchState& fetch) {
     if (part->accepted && part->slots.empty() && part->wanted > part->granted)
       return "still waiting for a free slot of the staging arena (raise arena_bytes, or fetch less "
              "at once)";
+    if (fetch.declines) return who + " has not noted it: its offer was not made in time";
     if (!part->accepted) return who + " has not accepted the fetch: its offer was not made in time";
     const uint32_t chunks = part->plan->num_chunks();
     return std::to_string(chunks - part->chunks_left) + " of " + std::to_string(chunks) +
@@ -37,10 +43,33 @@ std::string progress(const FetchState& fetch) {
 
 }  // namespace
 
+void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  set_timer(core, fetch->timer, fetch->started + to_duration(fetch->spec.timeout), [&core, fetch] {
+    char limit[32];
+    std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
+    fail_fetch(core, fetch,
+               {StatusCode::kTimeout,
+                what_of(*fetch) + " did not end within " + limit + ": " + progress(*fetch)});
+  });
+  const auto parts = fetch->parts;
+  for (const auto& part : parts) {
+    Peer& peer = *part->peer;
+    fetch->report.peers.push_back(peer.name);
+    if (peer.state == Peer::kClosing) {
+      fail_part(core, part, peer.failure);
+    } else if (peer.state == Peer::kReady) {
+      start_part(core, part);
+    } else {
+      peer.pending.push_back(part);
+    }
+    if (fetch->ending) break;
+  }
+  if (core.arena) grant_slots(core);
+}
+
 Fetch Agent::fetch(const FetchSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
-  if (spec.codec.codec == Codec::kAuto) codec_rates();  // measures them, outside the mutex
   Guard guard(core);
   core.check_open();
   const auto invalid = [&](const std::string& what) -> Error {
@@ -100,14 +129,6 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   fetch->report.path = "staged";
   ++fetch->cache->users;
   core.fetches[fetch->handle] = fetch;
-  set_timer(core, fetch->timer, fetch->started + to_duration(spec.timeout), [&core, fetch] {
-    char limit[32];
-    std::snprintf(limit, sizeof(limit), "%.3g s", fetch->spec.timeout);
-    fail_fetch(
-        core, fetch,
-        {StatusCode::kTimeout, "fetch of offer '" + fetch->spec.offer_id + "' did not end within " +
-                                   limit + ": " + progress(*fetch)});
-  });
   for (const FetchPart& spec_part : spec.parts) {
     auto part = std::make_shared<Part>();
     part->fetch = fetch;
@@ -116,22 +137,7 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     part->memory_bytes = part_bytes(*fetch, spec_part);
     fetch->parts.push_back(part);
   }
-  const auto parts = fetch->parts;
-  for (const auto& part : parts) {
-    Peer& peer = *part->peer;
-    fetch->report.peers.push_back(peer.name);
-    if (peer.state == Peer::kClosing) {
-      fail_fetch(core, fetch, peer.failure);
-      break;
-    }
-    if (peer.state == Peer::kReady) {
-      start_part(core, part);
-      if (fetch->ending) break;
-    } else {
-      peer.pending.push_back(part);
-    }
-  }
-  grant_slots(core);
+  launch(core, fetch);
   return Fetch(fetch);
 }
 
@@ -155,16 +161,16 @@ bool Fetch::wait(double timeout) const {
   return state_->changed.wait_for(guard.lock(), to_duration(timeout), [&] { return state_->done; });
 }
 
-void Fetch::cancel() {
+void Fetch::cancel(bool for_good) {
   AgentCore& core = *state_->core;
   core.check_fork();
   Guard guard(core);
-  if (state_->done) return;
-  fail_fetch(
-      core, state_,
-      {StatusCode::kCancelled, "fetch of offer '" + state_->spec.offer_id + "' was cancelled"});
-  // Only copies of single chunks are waited for, never a peer.
-  state_->changed.wait(guard.lock(), [&] { return state_->done; });
+  if (!state_->done) {
+    fail_fetch(core, state_, {StatusCode::kCancelled, what_of(*state_) + " was cancelled"});
+    // Only copies of single chunks are waited for, never a peer.
+    state_->changed.wait(guard.lock(), [&] { return state_->done; });
+  }
+  if (for_good) give_up(core, *state_);
 }
 
 int Fetch::event_fd() {

@@ -30,6 +30,18 @@ void arm_lease(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
   });
 }
 
+void count_end(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
+  if (++offer->ended_consumers < offer->consumers) return;
+  std::string message;
+  if (offer->declines > 0) {
+    message = "offer '" + offer->id + "': " + std::to_string(offer->declines) + " of " +
+              std::to_string(offer->consumers) + " consumers did not fetch it";
+  }
+  end_offer(core, offer, {StatusCode::kOk, message});
+}
+
+Consumer consumer_of(const Serve& serve) { return {serve.peer->name, serve.request.cache_id}; }
+
 }  // namespace
 
 void renew_lease(OfferState& offer) {
@@ -45,8 +57,9 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
   core.offer_ids.erase(offer->id);
   remember(core, offer->generation,
            outcome.ok()
-               ? Status{StatusCode::kStale,
-                        "offer '" + offer->id + "' was fetched by all its consumers and has ended"}
+               ? Status{StatusCode::kStale, "offer '" + offer->id + "' was fetched " +
+                                                (offer->declines > 0 ? "or declined " : "") +
+                                                "by all its consumers and has ended"}
                : outcome);
   const Status told = core.history[offer->generation];
   offer->outcome = std::move(outcome);
@@ -56,6 +69,32 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
               wire::Refused{serve->request.fetch_id, told.code, told.message}.encode());
   }
   release_if_unread(core, *offer);
+}
+
+void count_fetch(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve) {
+  if (offer->ended) return;
+  renew_lease(*offer);
+  offer->fetched_by.insert(consumer_of(serve));
+  if (offer->declined_by.erase(consumer_of(serve)) > 0) {
+    --offer->declines;  // it changed its mind, and was counted then
+    return;
+  }
+  count_end(core, offer);
+}
+
+void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve) {
+  if (offer->ended) return;
+  offer->consumers = std::max(offer->consumers, serve.request.consumers);
+  const Consumer who = consumer_of(serve);
+  // A fetch that was given up was not counted before. Else it may be the same that is told twice.
+  if (serve.given_up) {
+    offer->fetched_by.insert(who);
+  } else if (offer->fetched_by.contains(who) || !offer->declined_by.insert(who).second) {
+    return;
+  }
+  renew_lease(*offer);
+  ++offer->declines;
+  count_end(core, offer);
 }
 
 void release_if_unread(AgentCore& core, OfferState& offer) {
@@ -113,7 +152,7 @@ Offer Agent::offer(const OfferSpec& spec) {
   offer->token_end = static_cast<uint32_t>(token_end);
   offer->ready.assign(layout.layers.size(), spec.ready);
   offer->ready_left = spec.ready ? 0 : static_cast<uint32_t>(layout.layers.size());
-  offer->consumers_left = spec.consumers;
+  offer->consumers = spec.consumers;
   offer->lease = to_duration(spec.lease);
   offer->lease_end = Clock::now() + offer->lease;
   ++offer->cache->users;
@@ -122,10 +161,33 @@ Offer Agent::offer(const OfferSpec& spec) {
   arm_lease(core, offer);
 
   if (auto early = core.waiting.extract(offer->generation)) {
-    for (const auto& serve : early.mapped()) begin_serving(core, serve, offer);
+    // Fetches first: they may know of more consumers than there are declines.
+    for (const bool declines : {false, true}) {
+      for (const auto& serve : early.mapped()) {
+        if (serve->declines == declines) begin_serving(core, serve, offer);
+      }
+    }
     start_packs(core);
   }
   return Offer(offer);
+}
+
+void Agent::reject(const std::string& id, const Generation& generation, const std::string& reason) {
+  AgentCore& core = *core_;
+  core.check_fork();
+  Guard guard(core);
+  core.check_open();
+  if (core.history.contains(generation)) return;
+  const Status told{StatusCode::kWithdrawn,
+                    "offer '" + id + "' was withdrawn" + (reason.empty() ? "" : ": " + reason)};
+  if (const auto open = core.offers.find(generation); open != core.offers.end()) {
+    const auto offer = open->second;
+    return end_offer(core, offer, told);
+  }
+  remember(core, generation, told);
+  if (auto early = core.waiting.extract(generation)) {
+    for (const auto& serve : early.mapped()) answer_ended(core, serve, told);
+  }
 }
 
 const std::string& Offer::id() const { return state_->id; }

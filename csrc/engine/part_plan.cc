@@ -159,7 +159,7 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   message.scale_format = static_cast<uint8_t>(codec.scale);
   message.raw_until = codec.raw_until;
   message.raw_from = codec.raw_from;
-  if (codec.codec == Codec::kAuto) {
+  if (codec.codec == Codec::kAuto && codec_rates_known()) {
     const bool one_sided = part.peer->link->one_sided();
     const uint32_t threads = one_sided ? core.options.threads : core.options.bulk_threads;
     message.unpack_rate = megabytes(codec_rates().unpack * threads);
@@ -167,6 +167,7 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   }
   message.with_digest = core.options.digest;
   message.chunk_bytes = part.chunk_bytes;
+  message.consumers = part.spec.consumers;
   message.slots = slots;
   part.sent = true;
   part.peer->link->send(message.encode());

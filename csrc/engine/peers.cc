@@ -84,10 +84,11 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
   }
   const bool for_producer = type == MessageType::kLayout || type == MessageType::kFetch ||
                             type == MessageType::kCredit || type == MessageType::kDone ||
-                            type == MessageType::kCancel || type == MessageType::kRenew;
+                            type == MessageType::kCancel || type == MessageType::kRenew ||
+                            type == MessageType::kDecline;
   const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
                             type == MessageType::kRefused || type == MessageType::kCancelled ||
-                            type == MessageType::kWant;
+                            type == MessageType::kWant || type == MessageType::kDeclined;
   if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
     throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
                                            " came from the wrong side of the link");
@@ -106,6 +107,8 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
     case MessageType::kWant: return handle_want(core, *peer, wire::Want::decode(body));
     case MessageType::kDone: return handle_done(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kCancel: return handle_cancel(core, *peer, wire::decode_fetch_id(body));
+    case MessageType::kDecline: return handle_decline(core, peer, wire::Decline::decode(body));
+    case MessageType::kDeclined: return handle_declined(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kCancelled: return free_quarantined(core, *peer, wire::decode_fetch_id(body));
     case MessageType::kPing:
       wire::decode_ping(body);
@@ -163,9 +166,8 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
   const auto serves = peer->serves;
   for (const auto& [id, serve] : serves) end_serve(core, serve, std::nullopt);
   const auto parts = peer->parts;
-  for (const auto& [id, part] : parts) fail_fetch(core, part->fetch, peer->failure);
-  for (const auto& part : std::exchange(peer->pending, {}))
-    fail_fetch(core, part->fetch, peer->failure);
+  for (const auto& [id, part] : parts) fail_part(core, part, peer->failure);
+  for (const auto& part : std::exchange(peer->pending, {})) fail_part(core, part, peer->failure);
   if (peer->link) peer->link->close(peer->failure.message);
 }
 

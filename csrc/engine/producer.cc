@@ -45,23 +45,39 @@ void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   }
 }
 
+// Takes a serve on, or refuses it.
+bool admit(const AgentCore& core, const std::shared_ptr<Serve>& serve) {
+  Peer& peer = *serve->peer;
+  const uint64_t id = serve->request.fetch_id;
+  if (peer.serves.contains(id)) throw Error(StatusCode::kProtocol, "an id in use is repeated");
+  if (peer.serves.size() >= kMaxServesPerPeer) {
+    peer.link->send(
+        refusal(*serve, StatusCode::kNoResources,
+                "'" + core.options.name + "' serves too many fetches of this peer at once"));
+    return false;
+  }
+  peer.serves[id] = serve;
+  return true;
+}
+
 // Begins to serve, waits for the offer, or refuses.
 void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   const Generation& generation = serve->request.generation;
   const auto found = core.offers.find(generation);
   if (found != core.offers.end()) {
-    begin_serving(core, serve, found->second);
+    const auto offer = found->second;  // which may end here, and be erased there
+    begin_serving(core, serve, offer);
     return start_packs(core);
   }
   if (const auto past = core.history.find(generation); past != core.history.end()) {
-    const Status& told = past->second;
-    return end_serve(core, serve, refusal(*serve, told.code, told.message));
+    const Status told = past->second;
+    return answer_ended(core, serve, told);
   }
   if (core.offer_ids.contains(serve->request.offer_id)) {
-    return end_serve(core, serve,
-                     refusal(*serve, StatusCode::kStale,
-                             "offer '" + serve->request.offer_id + "' has a newer generation on '" +
-                                 core.options.name + "' than the ticket: ask for a new ticket"));
+    return answer_ended(
+        core, serve,
+        {StatusCode::kStale, "offer '" + serve->request.offer_id + "' has a newer generation on '" +
+                                 core.options.name + "' than the ticket: ask for a new ticket"});
   }
   core.waiting[generation].insert(serve);
 }
@@ -94,8 +110,6 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
 }
 
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request) {
-  if (peer->serves.contains(request.fetch_id))
-    throw Error(StatusCode::kProtocol, "FETCH repeats an id in use");
   if (request.chunk_bytes < wire::kMinChunk || request.chunk_bytes > peer->slot_bytes) {
     throw Error(StatusCode::kProtocol,
                 "FETCH wants chunks of " + std::to_string(request.chunk_bytes) + " bytes");
@@ -104,23 +118,43 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
-  if (peer->serves.size() >= kMaxServesPerPeer) {
-    peer->link->send(
-        refusal(*serve, StatusCode::kNoResources,
-                "'" + core.options.name + "' serves too many fetches of this peer at once"));
-    return;
-  }
-  peer->serves[serve->request.fetch_id] = serve;
+  if (!admit(core, serve)) return;
   const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
-  const bool shared = !peer->link->mapped_arena().empty();  // then the answer is raw
-  if (!left_to_us || shared || codec_rates_known()) return find_offer(core, serve);
+  const bool hopeless = !peer->link->rate();  // the answer is raw, whatever the rates
+  if (!left_to_us || hopeless || codec_rates_known()) return find_offer(core, serve);
   if (core.pool->submit([&core, serve] { measure_and_find_offer(core, serve); })) return;
   end_serve(core, serve,
             refusal(*serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));
 }
 
+void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                    const wire::Decline& decline) {
+  auto serve = std::make_shared<Serve>();
+  serve->peer = peer;
+  serve->request.fetch_id = decline.fetch_id;
+  serve->request.offer_id = decline.offer_id;
+  serve->request.generation = decline.generation;
+  serve->request.cache_id = decline.cache_id;
+  serve->request.consumers = decline.consumers;
+  serve->declines = true;
+  serve->given_up = decline.given_up != 0;
+  if (admit(core, serve)) find_offer(core, serve);
+}
+
+void answer_ended(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& outcome) {
+  end_serve(core, serve,
+            serve->declines
+                ? wire::encode_fetch_id(wire::MessageType::kDeclined, serve->request.fetch_id)
+                : refusal(*serve, outcome.code, outcome.message));
+}
+
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
                    const std::shared_ptr<OfferState>& offer) {
+  if (serve->declines) {
+    if (serve->request.offer_id == offer->id) count_decline(core, offer, *serve);
+    return answer_ended(core, serve, {});
+  }
+  if (offer->ended) return answer_ended(core, serve, core.history[offer->generation]);
   try {
     if (serve->request.offer_id != offer->id) {
       throw Error(StatusCode::kStale,
@@ -141,6 +175,7 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
   }
   serve->offer = offer;
   offer->serves.insert(serve);
+  offer->consumers = std::max(offer->consumers, serve->request.consumers);
   renew_lease(*offer);
   if (!serve->per_layer) {
     serve->ready.emplace_back(0, serve->plan->num_chunks());
@@ -207,9 +242,7 @@ void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id) {
   const auto offer = serve->offer;
   if (!offer) throw Error(StatusCode::kProtocol, "DONE for a fetch that was never accepted");
   end_serve(core, serve, std::nullopt);
-  if (offer->ended) return;
-  renew_lease(*offer);
-  if (--offer->consumers_left == 0) end_offer(core, offer, {});
+  count_fetch(core, offer, *serve);
 }
 
 void handle_cancel(AgentCore& core, Peer& peer, uint64_t fetch_id) {

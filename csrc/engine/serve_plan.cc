@@ -176,9 +176,13 @@ CodecChoice choose_for(const AgentCore& core, const Serve& serve, const CacheLay
       static_cast<double>(request.layers.size()) * (request.head_end - request.head_begin);
   const double tokens = request.token_end - request.token_begin;
   const double coded = coded_tokens(request);
+  const auto link = peer.link->rate();
+  if (!link) return choose_codec({});
+  // It was, unless the link's rate has become known since FETCH came.
+  if (!codec_rates_known()) return raw("how fast this side encodes is not known yet");
   const CodecRates& rates = codec_rates();
   const double threads = core.options.threads;
-  return choose_codec({peer.link->rate(),
+  return choose_codec({link,
                        {rates.pack * threads, request.unpack_rate * 1e6, rates.encode * threads,
                         request.decode_rate * 1e6},
                        rows * tokens * row,

@@ -14,7 +14,7 @@ ByteWriter begin(MessageType type) {
 }
 
 StatusCode checked_code(uint8_t code) {
-  if (code == 0 || code > static_cast<uint8_t>(StatusCode::kProtocol)) {
+  if (code == 0 || code > static_cast<uint8_t>(kLastStatus)) {
     throw Error(StatusCode::kProtocol,
                 "REFUSED carries the unknown status " + std::to_string(code));
   }
@@ -38,7 +38,7 @@ MessageType type_of(std::span<const std::byte> message) {
   if (message.empty()) throw Error(StatusCode::kProtocol, "empty message");
   const auto type = static_cast<uint8_t>(message[0]);
   if (type < static_cast<uint8_t>(MessageType::kHello) ||
-      type > static_cast<uint8_t>(MessageType::kWant)) {
+      type > static_cast<uint8_t>(MessageType::kDeclined)) {
     throw Error(StatusCode::kProtocol, "unknown message type " + std::to_string(type));
   }
   return static_cast<MessageType>(type);
@@ -145,6 +145,7 @@ Bytes Fetch::encode() const {
   for (uint32_t field : {raw_until, raw_from, unpack_rate, decode_rate}) out.put(field);
   out.put(with_digest);
   out.put(chunk_bytes);
+  out.put(consumers);
   out.put_list(slots);
   return out.take();
 }
@@ -170,6 +171,7 @@ Fetch Fetch::decode(std::span<const std::byte> body) {
   }
   m.with_digest = in.get<uint8_t>();
   m.chunk_bytes = in.get<uint32_t>();
+  m.consumers = in.get<uint32_t>();
   m.slots = in.get_list(kMaxSlots);
   in.expect_end();
   return m;
@@ -338,6 +340,30 @@ Renew Renew::decode(std::span<const std::byte> body) {
   Renew m;
   m.offer_id = in.get_string(kMaxName);
   m.generation = in.get_array<16>();
+  in.expect_end();
+  return m;
+}
+
+Bytes Decline::encode() const {
+  ByteWriter out = begin(MessageType::kDecline);
+  out.put(fetch_id);
+  out.put_string(offer_id);
+  out.put_raw(generation);
+  out.put(cache_id);
+  out.put(consumers);
+  out.put(given_up);
+  return out.take();
+}
+
+Decline Decline::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  Decline m;
+  m.fetch_id = in.get<uint64_t>();
+  m.offer_id = in.get_string(kMaxName);
+  m.generation = in.get_array<16>();
+  m.cache_id = in.get<uint32_t>();
+  m.consumers = in.get<uint32_t>();
+  m.given_up = in.get<uint8_t>();
   in.expect_end();
   return m;
 }

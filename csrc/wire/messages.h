@@ -16,7 +16,9 @@ namespace kvxfer::wire {
 //   1  first
 //   2  codecs: HELLO says which schemes, LAYOUT has scales, FETCH asks, ACCEPT tells, and the bytes
 //      of COMMIT are those of a coded chunk
-constexpr uint16_t kProtocolVersion = 2;
+//   3  consumers that do not fetch: DECLINE and DECLINED; FETCH says how many fetch; the status
+//      WITHDRAWN
+constexpr uint16_t kProtocolVersion = 3;
 
 // First byte of every control message. Append, never renumber.
 enum class MessageType : uint8_t {
@@ -34,6 +36,8 @@ enum class MessageType : uint8_t {
   kRenew = 12,
   kBye = 13,
   kWant = 14,
+  kDecline = 15,
+  kDeclined = 16,
 };
 
 using Generation = std::array<std::byte, 16>;
@@ -109,6 +113,7 @@ struct Fetch {
   uint32_t unpack_rate = 0, decode_rate = 0;
   uint8_t with_digest = 1;
   uint32_t chunk_bytes = 0;     // most bytes of a chunk
+  uint32_t consumers = 1;       // agents of the consumer's side that fetch this offer here
   std::vector<uint32_t> slots;  // first credits
 
   Bytes encode() const;
@@ -186,8 +191,23 @@ struct Want {
   static Want decode(std::span<const std::byte> body);
 };
 
-// DONE (consumer: everything arrived and was verified), CANCEL (consumer: stop) and CANCELLED
-// (producer: stopped, nothing is written for it any more) carry the fetch id alone.
+// Consumer -> producer: it will not fetch this offer, which counts as if it had. Kept until the
+// offer is made, answered then with DECLINED.
+struct Decline {
+  uint64_t fetch_id = 0;  // unique on this link, among fetches too
+  std::string offer_id;
+  Generation generation{};
+  uint32_t cache_id = 0;   // the consumer's, that it would have fetched into
+  uint32_t consumers = 1;  // as in Fetch
+  uint8_t given_up = 0;    // 1: it began to fetch, and ends with this
+
+  Bytes encode() const;
+  static Decline decode(std::span<const std::byte> body);
+};
+
+// DONE (consumer: everything arrived and was verified), CANCEL (consumer: stop), CANCELLED
+// (producer: stopped, nothing is written for it any more) and DECLINED (producer: noted) carry the
+// fetch id alone.
 Bytes encode_fetch_id(MessageType type, uint64_t fetch_id);
 uint64_t decode_fetch_id(std::span<const std::byte> body);
 

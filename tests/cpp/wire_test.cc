@@ -60,9 +60,11 @@ auto fields(const Layout& m) {
 }
 auto fields(const Fetch& m) {
   const auto& [id, offer, generation, cache, layers, head, head_end, token, token_end, slot, codec,
-               panel, group, scale, until, from, unpack, decode, digest, chunk, slots] = m;
+               panel, group, scale, until, from, unpack, decode, digest, chunk, consumers, slots] =
+      m;
   return std::tie(id, offer, generation, cache, layers, head, head_end, token, token_end, slot,
-                  codec, panel, group, scale, until, from, unpack, decode, digest, chunk, slots);
+                  codec, panel, group, scale, until, from, unpack, decode, digest, chunk, consumers,
+                  slots);
 }
 auto fields(const Accept& m) {
   const auto& [id, order, per_layer, chunks, bytes, block_size, slot, codec, element, panel,
@@ -86,6 +88,10 @@ auto fields(const Want& m) {
   const auto& [id, chunks] = m;
   return std::tie(id, chunks);
 }
+auto fields(const Decline& m) {
+  const auto& [id, offer, generation, cache, consumers, given_up] = m;
+  return std::tie(id, offer, generation, cache, consumers, given_up);
+}
 auto fields(const Renew& m) {
   const auto& [offer, generation] = m;
   return std::tie(offer, generation);
@@ -97,8 +103,8 @@ Generation generation_from(uint8_t first) {
   return generation;
 }
 
-// The values behind tests/golden/wire_v2.txt.
-const Hello kHello{2, 0x1122334455667788, "prefill-0", 1u << 20, 31};
+// The values behind tests/golden/wire_v3.txt.
+const Hello kHello{3, 0x1122334455667788, "prefill-0", 1u << 20, 31};
 const Layout kLayout{7,
                      "llama",
                      2,
@@ -133,12 +139,14 @@ const Fetch kFetch{kId,
                    3000,
                    1,
                    1u << 20,
+                   2,
                    {5, 4, 3}};
 const Accept kAccept{kId, {2, 0, 1, 4, 3},          1, 33,   0x123456789a,   32,        31, 3, 2,
                      48,  {{4, 0, 0}, {3, 1, 128}}, 4, 3097, {0.125f, 2.0f}, "as asked"};
 const Commit kCommit{kId, 32, 3, 0xfedcb, {0xdeadbeefcafef00d, 0x0badc0de12345678}};
 const Refused kRefused{kId, StatusCode::kExpired, "the lease ran out"};
 const Credit kCredit{kId, {9, 0, 127}};
+const Decline kDecline{kId, "request-42", generation_from(0xa0), 7, 4, 1};
 const Renew kRenew{"request-42", generation_from(0xa0)};
 
 Bytes from_hex(const std::string& text) {
@@ -153,7 +161,7 @@ Bytes from_hex(const std::string& text) {
 const std::map<std::string, Bytes>& golden() {
   static const auto messages = [] {
     const auto path =
-        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v2.txt";
+        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v3.txt";
     std::ifstream file(path);
     REQUIRE_MESSAGE(file.good(), path.string(), " cannot be read");
     std::map<std::string, Bytes> found;
@@ -199,7 +207,9 @@ void decode_any(Body message) {
     case MessageType::kCredit: Credit::decode(body); return;
     case MessageType::kDone:
     case MessageType::kCancel:
-    case MessageType::kCancelled: decode_fetch_id(body); return;
+    case MessageType::kCancelled:
+    case MessageType::kDeclined: decode_fetch_id(body); return;
+    case MessageType::kDecline: Decline::decode(body); return;
     case MessageType::kPing: decode_ping(body); return;
     case MessageType::kRenew: Renew::decode(body); return;
     case MessageType::kBye: decode_bye(body); return;
@@ -218,7 +228,7 @@ void check_golden(const std::string& name, MessageType type, const Message& mess
 }
 
 TEST_CASE("every message is encoded as in the golden file, and decoded from it") {
-  CHECK(golden().size() == static_cast<size_t>(MessageType::kWant));
+  CHECK(golden().size() == static_cast<size_t>(MessageType::kDeclined));
   check_golden("hello", MessageType::kHello, kHello);
   check_golden("layout", MessageType::kLayout, kLayout);
   check_golden("fetch", MessageType::kFetch, kFetch);
@@ -227,10 +237,12 @@ TEST_CASE("every message is encoded as in the golden file, and decoded from it")
   check_golden("refused", MessageType::kRefused, kRefused);
   check_golden("credit", MessageType::kCredit, kCredit);
   check_golden("renew", MessageType::kRenew, kRenew);
+  check_golden("decline", MessageType::kDecline, kDecline);
   check_golden("want", MessageType::kWant, Want{kId, 12});
   for (const auto& [name, type] : {std::pair{"done", MessageType::kDone},
                                    {"cancel", MessageType::kCancel},
-                                   {"cancelled", MessageType::kCancelled}}) {
+                                   {"cancelled", MessageType::kCancelled},
+                                   {"declined", MessageType::kDeclined}}) {
     CAPTURE(name);
     CHECK(encode_fetch_id(type, kId) == golden().at(name));
     CHECK(type_of(golden().at(name)) == type);
@@ -248,7 +260,8 @@ TEST_CASE("status codes have the values that travel in REFUSED") {
       StatusCode::kCancelled, StatusCode::kTimeout,     StatusCode::kStale,
       StatusCode::kExpired,   StatusCode::kMismatch,    StatusCode::kCorrupt,
       StatusCode::kPeerLost,  StatusCode::kUnreachable, StatusCode::kClosed,
-      StatusCode::kInvalid,   StatusCode::kNoResources, StatusCode::kProtocol};
+      StatusCode::kInvalid,   StatusCode::kNoResources, StatusCode::kProtocol,
+      StatusCode::kWithdrawn};
   for (size_t i = 0; i < codes.size(); ++i) {
     CHECK(static_cast<size_t>(codes[i]) == i + 1);
     const Bytes message = Refused{kId, codes[i], ""}.encode();
@@ -345,7 +358,11 @@ TEST_CASE("random messages survive a round trip") {
               random.number<uint32_t>(), random.number<uint8_t>(),  random.number<uint16_t>(),
               random.number<uint16_t>(), random.number<uint8_t>(),  random.number<uint32_t>(),
               random.number<uint32_t>(), random.number<uint32_t>(), random.number<uint32_t>(),
-              random.number<uint8_t>(),  random.number<uint32_t>(), random.list(300)});
+              random.number<uint8_t>(),  random.number<uint32_t>(), random.number<uint32_t>(),
+              random.list(300)});
+    check_round_trip(Decline{random.number<uint64_t>(), random.text(kMaxName), random.generation(),
+                             random.number<uint32_t>(), random.number<uint32_t>(),
+                             random.number<uint8_t>()});
     Accept accept{random.number<uint64_t>(),
                   {0, 1, 2, 3, 4},
                   random.number<uint8_t>(),
@@ -375,7 +392,7 @@ TEST_CASE("random messages survive a round trip") {
                             random.number<uint32_t>(),
                             {random.number<uint64_t>(), random.number<uint64_t>()}});
     check_round_trip(Refused{random.number<uint64_t>(),
-                             static_cast<StatusCode>(1 + random.below(12)), random.text(kMaxText)});
+                             static_cast<StatusCode>(1 + random.below(13)), random.text(kMaxText)});
     check_round_trip(Credit{random.number<uint64_t>(), random.list(300)});
     check_round_trip(Renew{random.text(kMaxName), random.generation()});
     check_round_trip(Want{random.number<uint64_t>(), random.number<uint32_t>()});
@@ -429,7 +446,8 @@ TEST_CASE("counts are bounded before anything is allocated for them") {
       {"hello", {11}},    {"layout", {5, 31, 35, 47, 59, 63, 72, 241}},
       {"fetch", {9, 43}}, {"accept", {39, 59, 71}},
       {"refused", {10}},  {"credit", {9}},
-      {"renew", {1}},     {"bye", {1}}};
+      {"renew", {1}},     {"bye", {1}},
+      {"decline", {9}}};
   for (const auto& [name, offsets] : counts) {
     for (const size_t offset : offsets) {
       for (const uint32_t count : {UINT32_MAX, 0x80000000u, 0x40000000u, 0x10000000u, 0x100000u}) {
@@ -467,7 +485,7 @@ TEST_CASE("names and reasons beyond their limits are refused") {
 
 TEST_CASE("an unknown message type is named") {
   CHECK(protocol_error([] { type_of({}); }) == "empty message");
-  for (const int type : {0, 15, 16, 128, 255}) {
+  for (const int type : {0, 17, 18, 128, 255}) {
     const Bytes message{static_cast<std::byte>(type)};
     CHECK(protocol_error([&] { type_of(message); }) ==
           "unknown message type " + std::to_string(type));
@@ -475,7 +493,7 @@ TEST_CASE("an unknown message type is named") {
 }
 
 TEST_CASE("a peer of another protocol version is told both") {
-  for (const int version : {0, 1, 3, 0x0100, 0xffff}) {
+  for (const int version : {0, 1, 2, 4, 0x0100, 0xffff}) {
     Hello hello = kHello;
     hello.version = static_cast<uint16_t>(version);
     const Bytes message = hello.encode();
@@ -484,8 +502,8 @@ TEST_CASE("a peer of another protocol version is told both") {
     CHECK(error.find("this side " + std::to_string(kProtocolVersion)) != std::string::npos);
   }
   // Only the version field of HELLO may be relied upon: what is behind it can be anything.
-  const Bytes from_the_future = from_hex("010300ff");
-  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 3") !=
+  const Bytes from_the_future = from_hex("010400ff");
+  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 4") !=
         std::string::npos);
 }
 
@@ -506,7 +524,7 @@ TEST_CASE("ACCEPT must name a permutation of the axes and a slot inside the bloc
 }
 
 TEST_CASE("REFUSED cannot carry OK or a status that is not known") {
-  for (const int code : {0, 13, 14, 255}) {
+  for (const int code : {0, 14, 15, 255}) {
     const Bytes message = Refused{kId, static_cast<StatusCode>(code), "x"}.encode();
     CHECK(protocol_error([&] { Refused::decode(body_of(message)); }).find(std::to_string(code)) !=
           std::string::npos);
@@ -519,7 +537,7 @@ TEST_CASE("random bytes are refused or decoded, nothing else") {
   for (int i = 0; i < 40000; ++i) {
     Bytes message(random.below(200));
     for (std::byte& value : message) value = random.number<std::byte>();
-    if (!message.empty()) message[0] = static_cast<std::byte>(1 + i % 13);
+    if (!message.empty()) message[0] = static_cast<std::byte>(1 + i % 16);
     try {
       decode_any(message);
       ++decoded;

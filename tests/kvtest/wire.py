@@ -26,8 +26,8 @@ from kvxfer.handshake import (
 )
 
 HELLO, LAYOUT, FETCH, ACCEPT, COMMIT, REFUSED, CREDIT, DONE = range(1, 9)
-CANCEL, CANCELLED, PING, RENEW, BYE = range(9, 14)
-VERSION = 2
+CANCEL, CANCELLED, PING, RENEW, BYE, WANT, DECLINE, DECLINED = range(9, 17)
+VERSION = 3
 SCHEMES = 0b11111
 RAW, FP8_E4M3, FP8_E5M2, INT8 = range(4)  # codecs
 NEVER = 0xFFFFFFFF
@@ -101,6 +101,7 @@ def fetch(
     stretch: tuple[int, int] = (0, NEVER),
     rates: tuple[int, int] = (0, 0),
     chunk_bytes: int = 64 << 10,
+    consumers: int = 1,
     slots: tuple[int, ...] = (0,),
     generation: bytes | None = None,
 ) -> bytes:
@@ -109,7 +110,7 @@ def fetch(
     raw += numbers(cache_id) + listed(*layers) + numbers(*heads, *tokens, slot_in_block)
     raw += struct.pack("<BHHB", codec, panel_tokens, group, scale_format)
     raw += numbers(*stretch, *rates) + b"\1"
-    return raw + numbers(chunk_bytes) + listed(*slots)
+    return raw + numbers(chunk_bytes, consumers) + listed(*slots)
 
 
 def accept(
@@ -141,8 +142,21 @@ def commit(fetch_id: int, *, chunk: int = 0, slot: int = 0, size: int, digest: b
 
 
 def of_fetch(kind: int, fetch_id: int) -> bytes:
-    """DONE, CANCEL and CANCELLED."""
+    """DONE, CANCEL, CANCELLED and DECLINED."""
     return struct.pack("<BQ", kind, fetch_id)
+
+
+def decline(
+    ticket: kvxfer.Ticket,
+    *,
+    fetch_id: int = 1,
+    cache_id: int = 1,
+    consumers: int = 1,
+    given_up: int = 0,
+) -> bytes:
+    raw = struct.pack("<BQ", DECLINE, fetch_id) + text(ticket["offer"])
+    raw += bytes.fromhex(ticket["generation"]) + numbers(cache_id, consumers)
+    return raw + bytes([given_up])
 
 
 def credit(fetch_id: int, *slots: int) -> bytes:

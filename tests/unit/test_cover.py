@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvxfer
-from kvxfer.cover import cover
+from kvxfer.cover import Ranks, cover
+from kvxfer.ticket import ParsedTicket
 
 LAYERS = ("a", "b", "c", "d")
 
@@ -84,3 +85,86 @@ def test_every_head_of_every_layer_comes_from_one_that_holds_it(
     ]
     assert all(holds(agents[index], layer, head) for index, layer, head in covered)
     assert sorted((layer, head) for _, layer, head in covered) == sorted(wanted)
+
+
+def parsed(*agents: kvxfer.AgentRef, generation: bytes = bytes(16)) -> ParsedTicket:
+    return ParsedTicket("r", generation, 0, 1, "", agents)
+
+
+def shares(
+    ticket: ParsedTicket, heads: list[tuple[int, int]], layers: tuple[str, ...] = ("a",)
+) -> list[tuple[list[int], dict[int, int]]]:
+    """By rank: the agents that it fetches from, and what it tells each."""
+    found = []
+    for own in range(len(heads)):
+        parts, count = Ranks(own, heads).share(ticket, layers, heads[own])
+        mine = sorted({index for index, *_ in parts})
+        found.append((mine, {index: count[index] for index in mine}))
+    return found
+
+
+def test_ranks_of_a_higher_degree_share_agents() -> None:
+    ticket = parsed(agent("p0", heads=(0, 4)), agent("p1", heads=(4, 8)))
+    heads = [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert shares(ticket, heads) == [([0], {0: 2}), ([0], {0: 2}), ([1], {1: 2}), ([1], {1: 2})]
+
+
+def test_ranks_of_a_lower_degree_are_alone() -> None:
+    ticket = parsed(*(agent(f"p{i}", heads=(2 * i, 2 * i + 2)) for i in range(4)))
+    assert shares(ticket, [(0, 4), (4, 8)]) == [([0, 1], {0: 1, 1: 1}), ([2, 3], {2: 1, 3: 1})]
+
+
+def test_ranks_of_pipeline_stages() -> None:
+    ticket = parsed(agent("p0", ("a", "b")), agent("p1", ("c", "d")))
+    ranks = [Ranks(own, [(0, 4)] * 2, [("a", "b", "c"), ("d",)]) for own in range(2)]
+    assert ranks[0].share(ticket, ("a", "b", "c"), (0, 4))[1] == {0: 1, 1: 2}
+    assert ranks[1].share(ticket, ("d",), (0, 4))[0] == [(1, [0], 0, 4)]
+
+
+@given(
+    degree=st.integers(1, 6),
+    replicas=st.integers(1, 5),
+    holders=st.sampled_from([1, 2, 4]),
+    copies=st.integers(1, 3),
+    generation=st.binary(min_size=16, max_size=16),
+)
+def test_ranks_agree_on_who_fetches_from_whom(
+    degree: int, replicas: int, holders: int, copies: int, generation: bytes
+) -> None:
+    each = 12 // holders
+    agents = [
+        agent(f"p{i}.{copy}", heads=(i * each, (i + 1) * each))
+        for i in range(holders)
+        for copy in range(replicas)
+    ]
+    ticket = parsed(*agents, generation=generation)
+    heads = [
+        (i * 12 // degree, (i + 1) * 12 // degree) for i in range(degree) for _ in range(copies)
+    ]
+    found = shares(ticket, heads, LAYERS)
+    for index in range(len(agents)):
+        asked = sum(index in mine for mine, _ in found)
+        assert {told[index] for mine, told in found if index in mine} <= {asked}
+
+
+def test_ranks_spread_tickets_over_replicas() -> None:
+    agents = [agent(f"p{i}") for i in range(4)]
+    chosen = set()
+    for number in range(8):
+        ticket = parsed(*agents, generation=number.to_bytes(8, "big") + bytes(8))
+        ((mine, _),) = shares(ticket, [(0, 4)])
+        chosen.update(mine)
+    assert chosen == {0, 1, 2, 3}
+
+
+def test_senseless_ranks() -> None:
+    for own in (-1, 2):
+        with pytest.raises(kvxfer.InvalidError, match="heads of 2 ranks"):
+            Ranks(own, [(0, 2), (2, 4)])
+    with pytest.raises(kvxfer.InvalidError, match="layers of 1 ranks"):
+        Ranks(0, [(0, 2), (2, 4)], [("a",)])
+    ticket = parsed(agent("p"))
+    with pytest.raises(kvxfer.InvalidError, match="rank 0"):
+        Ranks(0, [(0, 2), (2, 4)]).share(ticket, ("a",), (2, 4))
+    with pytest.raises(kvxfer.InvalidError, match="rank 1"):
+        Ranks(1, [(0, 2), (2, 4)], [("a",), ("b",)]).share(ticket, ("a",), (2, 4))

@@ -180,10 +180,10 @@ def test_a_consumer_written_from_the_page(ready):
 
 
 def fetch(offer, ticket, control, data, ready):
-    body = struct.pack("<HQ", 2, 77) + text("étranger") + struct.pack("<II", SLOT_BYTES, 1)
+    body = struct.pack("<HQ", 3, 77) + text("étranger") + struct.pack("<II", SLOT_BYTES, 1)
     send(control, 1, body)
     hello = receive_message(control, 1)
-    assert hello[:2] == struct.pack("<H", 2)
+    assert hello[:2] == struct.pack("<H", 3)
 
     generation = bytes.fromhex(ticket["generation"])
     send(control, 2, layout(9))
@@ -192,7 +192,7 @@ def fetch(offer, ticket, control, data, ready):
     body += struct.pack("<5I", 4, 6, BEGIN, END, SLOT)
     body += struct.pack("<BHHBIIIIB", 0, 64, 0, 1, 0, 0xFFFFFFFF, 0, 0, 1)  # raw; with digests
     chunk_bytes = 4100  # no multiple of a row, and less than a layer
-    send(control, 3, body + struct.pack("<III", chunk_bytes, 1, 3))  # slot 3
+    send(control, 3, body + struct.pack("<IIII", chunk_bytes, 1, 1, 3))  # slot 3
     answer = receive_message(control, 4)
     accept = struct.unpack("<Q5BBIQII", answer[:34])
     # Raw plain memory of float16, no encodings, nothing between, no scales; and why.

@@ -102,9 +102,10 @@ struct OfferSpec {
   CacheId cache = 0;
   BlockTable table;  // table.first_token is the first token on offer
   uint32_t num_tokens = 0;
-  double lease = 30.0;     // seconds without a word from a consumer
-  uint32_t consumers = 1;  // fetches after which the offer has done its duty
-  bool ready = true;       // false: layers follow by mark_ready()
+  double lease = 30.0;  // seconds without a word from a consumer
+  // Fetches after which the offer has done its duty. One that knows of more says so (FetchPart).
+  uint32_t consumers = 1;
+  bool ready = true;  // false: layers follow by mark_ready()
 };
 
 // Facts about a fetch, for people and metrics.
@@ -135,8 +136,11 @@ class Fetch {
   // Waits up to `seconds`; returns done().
   bool wait(double seconds) const;
   // Ends the fetch with kCancelled unless it is done. On return nothing writes into the caller's
-  // blocks any more; chunks that are still under way land in quarantined slots.
-  void cancel();
+  // blocks any more; chunks that are still under way land in quarantined slots. `for_good`: the
+  // producers count it as if it had been fetched, as after Agent::decline(); this holds for a fetch
+  // that has failed before, too, and is told in the background, within another timeout of the
+  // fetch.
+  void cancel(bool for_good = false);
   int event_fd();  // becomes readable when done; owned by the fetch
   FetchReport report() const;
   uint64_t handle() const;  // what Agent::poll() returns
@@ -150,6 +154,8 @@ struct FetchPart {
   PeerId peer = 0;
   std::vector<uint32_t> layers;
   uint32_t head_begin = 0, head_end = 0;
+  // How many agents of the consumer's side fetch this offer from this peer: it ends after so many.
+  uint32_t consumers = 1;
 };
 
 struct FetchSpec {
@@ -162,6 +168,30 @@ struct FetchSpec {
   std::vector<FetchPart> parts;
   CodecSpec codec = {};
 };
+
+// What a consumer does not fetch.
+struct DeclineSpec {
+  std::string offer_id;
+  Generation generation{};
+  CacheId cache = 0;      // that it would have been fetched into
+  double timeout = 30.0;  // seconds
+  struct Part {
+    PeerId peer = 0;
+    uint32_t consumers = 1;  // as in FetchPart
+  };
+  std::vector<Part> parts;  // each peer once
+};
+
+// Bytes of a cache a second, by one thread.
+struct CodecRates {
+  double pack = 0, unpack = 0;    // as they are
+  double encode = 0, decode = 0;  // with the codec that Codec::kAuto may choose
+};
+
+// Measured when first asked for, which takes some 50 to 200 milliseconds. Thread-safe. An agent
+// measures by itself, on its own threads, before the first fetch with Codec::kAuto over a link that
+// may be slower than memory; calling this ahead spares that fetch the wait.
+const CodecRates& codec_rates();
 
 // Counts of what an agent holds: everything returns to zero, or to capacity, when it is at rest.
 struct AgentStats {
@@ -186,7 +216,14 @@ class Agent {
   void unregister_cache(CacheId cache);
 
   Offer offer(const OfferSpec& spec);
+  // The promised offer will not be made: fetches that wait for it, and later ones, are refused with
+  // kWithdrawn. One that is open ends with that, too. Does nothing when it has ended already.
+  void reject(const std::string& offer_id, const Generation& generation, const std::string& reason);
   Fetch fetch(const FetchSpec& spec);
+  // Tells producers that this agent will not fetch an offer into a cache: they count it as if it
+  // had, once. Ends with kOk when each has noted it, or has no such offer any more; waits for an
+  // offer that is not there yet. Peers that fail leave the others alone.
+  Fetch decline(const DeclineSpec& spec);
 
   // Extends the lease of an offer that is to be fetched later.
   void renew(PeerId peer, const std::string& offer_id, const Generation& generation);

@@ -24,7 +24,9 @@ enum class StatusCode : uint8_t {
   kInvalid = 10,      // the caller's arguments make no sense
   kNoResources = 11,  // memory, slots or descriptors ran out
   kProtocol = 12,     // the peer sent something that is not the protocol
+  kWithdrawn = 13,    // the offer that the ticket promised will not be made
 };
+constexpr StatusCode kLastStatus = StatusCode::kWithdrawn;
 
 // Name of a code as Python and the logs show it, e.g. "PEER_LOST".
 const char* status_name(StatusCode code);

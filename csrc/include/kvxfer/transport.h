@@ -93,6 +93,9 @@ class Link {
   // Human-readable facts for reports: addresses, streams, rails.
   virtual std::string describe() const = 0;
 
+  // False where bytes go no further than this host's memory: then encoding them can't pay.
+  virtual bool crosses_wire() const { return true; }
+
   // How many bytes a second the link itself carries towards the peer, as far as it is known:
   // measured where enough was sent, else what its interface says. None where nothing is known, or
   // where there is no link: memory is shared. Never waits; locks none of the sink's owner's locks.

@@ -54,6 +54,7 @@ class LoopbackLink final : public LinkBase {
 
   const char* transport() const override { return "loopback"; }
   std::string describe() const override { return "loopback within the process"; }
+  bool crosses_wire() const override { return dice_.faults().bytes_per_second > 0; }
   std::optional<double> rate() const override {
     const uint64_t paced = dice_.faults().bytes_per_second;
     return paced > 0 ? std::optional(static_cast<double>(paced)) : std::nullopt;

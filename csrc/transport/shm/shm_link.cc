@@ -32,6 +32,7 @@ class ShmLink final : public LinkBase {
   const char* transport() const override { return "shm"; }
   bool one_sided() const override { return arena_.bytes().empty(); }
   std::span<std::byte> mapped_arena() const override { return arena_.bytes(); }
+  bool crosses_wire() const override { return false; }
 
   void send(std::span<const std::byte> message) override {
     if (closing()) return;
