@@ -6,11 +6,13 @@ import dataclasses
 import numbers
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from kvxfer import _core
 from kvxfer.codecs import Codec
 from kvxfer.errors import ConfigError, InvalidError
+
+if TYPE_CHECKING:
+    from kvxfer import _core
 
 _T = TypeVar("_T")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -202,6 +204,8 @@ class Config:
 
     def core_options(self, name: str, incarnation: int) -> _core.AgentOptions:
         """Return these settings as the core takes them."""
+        from kvxfer import _core  # only here: importing kvxfer loads no native code
+
         options = _core.AgentOptions()
         options.name, options.incarnation = name, incarnation
         options.arena_bytes, options.slot_bytes = self.arena_bytes, self.chunk_bytes

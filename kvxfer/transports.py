@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from kvxfer import _core
-
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
@@ -28,6 +26,8 @@ def _shm() -> Transport:
 
 def transports() -> dict[str, Transport]:
     """Return all transports by name, those that cannot be used here too, with the reason."""
+    from kvxfer import _core  # only here: importing kvxfer loads no native code
+
     found = [
         Transport("loopback", True, "agents of one process; for tests"),
         _shm(),
