@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "gateway": Command(
         "kvxfer.integrations.gateway.command",
-        "serve with prefill and decode engines at one address",
+        "one address for prefill and decode engines",
     ),
     "simulate": Command(
         "kvxfer.serving.simulate_command", "what a fleet does with a trace, by where it prefills"

@@ -131,9 +131,13 @@ class Routing:
         return self._soonest(call, [one for one in engines if self._pool.pairs(one, decode)])
 
     def _soonest(self, call: Call, engines: Collection[Engine]) -> Engine | None:
+        known = [engine.rate.rate for engine in engines if engine.rate.rate is not None]
+        # One that has not been measured is taken to be like the others, or it never would be.
+        usual = self._settings.prefill_rate or (sum(known) / len(known) if known else 1.0)
+
         def done(engine: Engine) -> tuple[float, int, int]:
             uncached = call.tokens - call.cached(engine.index.match(call.hashes))
-            rate = engine.rate.rate or self._settings.prefill_rate or 1.0
+            rate = engine.rate.rate or usual
             return (engine.inflight_tokens + uncached) / rate, engine.inflight, engine.order
 
         return min(engines, key=done) if engines else None

@@ -66,6 +66,7 @@ class FakeEngine:
         self.held: dict[str, int] = {}
         """Offers whose blocks nobody has fetched or declined."""
 
+        self.declined: set[str] = set()
         self.counts = {"loads": 0, "declined": 0, "loaded_tokens": 0}
         self.failed_loads = 0
         self.prompt_tokens = 0
@@ -190,8 +191,8 @@ class FakeEngine:
         tokens = prompt_of(body)
         cached = 0
         if params.get("do_remote_prefill"):
+            cached = await self._fetch(params, tokens)
             state["params"] = None
-            cached = self._fetch(params, tokens)
         elif tuple(tokens) in self.cache:
             cached = len(tokens) - 1
         self.cache.add(tuple(tokens))
@@ -233,9 +234,8 @@ class FakeEngine:
 
     def _offer(self, params: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
         name = params.get("transfer_id") or f"offer-{next(_numbers)}"
-        if f"taken {name}" not in self.held:
+        if name not in self.declined:
             self.held[name] = len(tokens)
-        self.held.pop(f"taken {name}", None)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -250,11 +250,12 @@ class FakeEngine:
             },
         }
 
-    def _fetch(self, params: dict[str, Any], tokens: list[int]) -> int:
+    async def _fetch(self, params: dict[str, Any], tokens: list[int]) -> int:
         prefill = ENGINES[params["remote_engine_id"]]
         name = params.get("transfer_id") or params["remote_request_id"]
-        if prefill.held.pop(name, None) is None:
-            prefill.held[f"taken {name}"] = 0  # the decode side came first
+        while name not in prefill.held:  # it is being prefilled
+            await asyncio.sleep(0.002)
+        del prefill.held[name]
         if self.faults.loads_fail:
             self.failed_loads += 1
             return 0
@@ -264,7 +265,9 @@ class FakeEngine:
 
     def _decline(self, params: dict[str, Any]) -> None:
         prefill = ENGINES[params["remote_engine_id"]]
-        prefill.held.pop(params.get("transfer_id") or params["remote_request_id"], None)
+        name = params.get("transfer_id") or params["remote_request_id"]
+        prefill.held.pop(name, None)
+        prefill.declined.add(name)
         self.counts["declined"] += 1
 
 
