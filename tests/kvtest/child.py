@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ctypes
 import os
 import resource
@@ -127,7 +128,9 @@ class Server:
         resource.setrlimit(getattr(resource, what), self.limits.pop(what))
 
     def drop_privileges(self) -> None:
-        socket.getaddrinfo("127.0.0.1", 0)  # imports what may be out of reach afterwards
+        # These import what may be out of reach afterwards.
+        socket.getaddrinfo("127.0.0.1", 0)
+        importlib.import_module("kvxfer.agent")
         os.setgid(65534)
         os.setuid(65534)
 
