@@ -37,6 +37,10 @@ COMMANDS = {
         "kvxfer.integrations.gateway.command",
         "one address for prefill and decode engines",
     ),
+    "prewarm": Command(
+        "kvxfer.integrations.gateway.prewarm_command",
+        "put common prefixes into decode engines' caches ahead of need",
+    ),
     "simulate": Command(
         "kvxfer.serving.simulate_command", "what a fleet does with a trace, by where it prefills"
     ),

@@ -30,7 +30,6 @@ _WANTED = frozenset(
         "vllm:num_requests_running",
         "vllm:cache_config_info",
         "vllm:prompt_tokens_total",
-        "process_start_time_seconds",
         f"{CONNECTOR}wire_bytes_total",
         f"{CONNECTOR}loaded_tokens_total",
         f"{CONNECTOR}load_seconds_sum",
@@ -39,6 +38,9 @@ _WANTED = frozenset(
         *LOADS,
     }
 )
+_ONLY_GROW = ("vllm:prompt_tokens_total", *LOADS)
+"""Counters: when one of them shrinks, it is another process's."""
+
 MODELS_EVERY = 30
 """Looks after which an engine is asked again which models it serves."""
 
@@ -87,7 +89,7 @@ class Monitor:
         self._settings, self._pool, self._legs = settings, pool, legs
         self._link, self._metrics = link, metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._counts: dict[str, tuple[float, float]] = {}
+        self._counts: dict[str, tuple[float, ...]] = {}
         self._looks: dict[str, int] = {}
         self._reprefills: dict[str, Reprefills] = {}
         self.on_up: list[Callable[[Engine], None]] = []
@@ -124,6 +126,8 @@ class Monitor:
         count = self._looks.get(engine.url, 0)
         self._looks[engine.url] = count + 1
         news = engine.healthy is not True
+        if engine.healthy is False:
+            engine.restarted()  # or away for a while, which can't be told apart
         if news or count % MODELS_EVERY == 0:
             await self._read_models(engine)
         samples = await self.samples(engine)
@@ -176,13 +180,10 @@ class Monitor:
         engine.reported(
             samples.most("vllm:kv_cache_usage_perc"), samples.total("vllm:num_requests_running")
         )
-        now = (
-            samples.total("vllm:prompt_tokens_total") or 0.0,
-            samples.total("process_start_time_seconds") or 0.0,
-        )
+        now = tuple(samples.total(name) or 0.0 for name in _ONLY_GROW)
         before = self._counts.get(engine.url, now)
         self._counts[engine.url] = now
-        restarted = now[0] < before[0] or now[1] > before[1] + 1.0
+        restarted = any(new < old for new, old in zip(now, before, strict=True))
         if restarted:
             logger.warning("%s: it has restarted", engine.name)
             engine.restarted()

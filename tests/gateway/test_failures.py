@@ -145,12 +145,16 @@ async def test_nothing_is_repeated_after_the_first_byte(fault) -> None:
         for decode in it.decode:
             setattr(decode.faults, fault, 2)
         body = {"model": "m", "prompt": SHORT, "stream": True, "max_tokens": 6}
-        pieces = []
-        with pytest.raises(aiohttp.ClientError):
+        pieces: list[bytes] = []
+
+        async def read() -> None:
             async with it.client.post("/v1/completions", json=body) as answer:
                 assert answer.status == 200
                 async for piece in answer.content.iter_any():
                     pieces.append(piece)
+
+        with pytest.raises(aiohttp.ClientError):
+            await read()
         assert b"".join(pieces).count(b"\n\n") == 2
         assert b"[DONE]" not in b"".join(pieces)
         assert len(it.decode[0].requests) + len(it.decode[1].requests) == 1
