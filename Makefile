@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize bench bench-peers-setup wheel clean
+.PHONY: help demo test test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,10 @@ layers: lint-tools  ## check who may include whom (docs/architecture.md)
 
 sanitize: test-tools  ## run the tests under ASan and UBSan, the C++ tests under TSan too
 	@tools/sanitize.sh $(ARGS)
+
+docs: build  ## render the documentation into build/site
+	@tools/venv.sh docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 bench: build  ## run the transfer benchmark
 	@$(PY) benches/bench_transfer.py $(ARGS)

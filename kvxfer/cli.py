@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "size": Command("kvxfer.sizing.command", "how much KV a model has, and how long links take"),
     "bench": Command("kvxfer.bench.command", "measure what transfers reach, here or to a peer"),
+    "trace": Command("kvxfer.trace", "show what happened in a transfer, and when"),
     "quality": Command("kvxfer.quality", "measure what a codec costs a model, on real K and V"),
     "plan": Command(
         "kvxfer.serving.plan_command", "how many engines of which kind a load needs, and why"

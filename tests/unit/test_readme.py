@@ -1,4 +1,4 @@
-"""The README's example, run as a reader would run it."""
+"""The examples of the README and the quick start, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,30 @@ import pytest
 import kvxfer
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+QUICK_START = README.parent / "docs/quickstart.md"
 
 
 @pytest.fixture
 def programs(tmp_path):
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL)
+    text = README.read_text() + QUICK_START.read_text()
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
     paths = {name: tmp_path / name for name, _ in blocks}
     for name, text in blocks:
         paths[name].write_text(text)
     return paths
 
 
-def test_the_example_runs(programs):
+def test_the_short_example_runs(programs):
+    text = programs["example.py"].read_text()
+    assert len([line for line in text.splitlines() if line.strip()]) <= 15
+    done = subprocess.run(
+        [sys.executable, programs["example.py"]], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"bytes={700 * 2 * 2 * 8 * 128 * 2}," in done.stdout
+
+
+def test_the_two_programs_run(programs):
     with subprocess.Popen(
         [sys.executable, programs["prefill.py"]], stdout=subprocess.PIPE
     ) as prefill:
