@@ -6,42 +6,21 @@ Run by ``make demo-vllm``. All engines run on this machine's CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from rig.engines import Server, prompt, running, start_engine, start_proxy
+from rig.load import stream
 from rig.model import write_model
 
 
 def ask(server: Server, tokens: list[int], count: int) -> tuple[list[int], float]:
     """Return the tokens that a server generates, and after how many seconds the first came."""
-    body = {
-        "prompt": tokens,
-        "max_tokens": count,
-        "temperature": 0,
-        "stream": True,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    found: list[int] = []
-    first = 0.0
-    began = time.monotonic()
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first = first or time.monotonic() - began
-                found += json.loads(line[6:])["choices"][0]["token_ids"] or []
-    return found, first
+    answer = stream(server.port, tokens, count)
+    return answer.tokens, answer.ttft
 
 
 def compare(

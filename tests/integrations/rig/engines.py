@@ -121,6 +121,16 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+def wait_idle(server: Server) -> None:
+    """Wait until an engine holds no request and no block."""
+    deadline = time.monotonic() + 60
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any(server.metric(name) for name in names):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it still holds blocks:\n{server.log.read_text()[-3000:]}")
+        time.sleep(0.3)
+
+
 def start_engine(
     model: Path,
     log: Path,

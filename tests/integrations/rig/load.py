@@ -62,6 +62,26 @@ def stream(port: int, prompt: list[int], count: int) -> Answer:
     return found
 
 
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Return how far the logprobs of two answers are apart, while their tokens are the same."""
+    pairs = [
+        list(
+            zip(
+                each["choices"][0]["token_ids"],
+                each["choices"][0]["logprobs"]["token_logprobs"],
+                strict=True,
+            )
+        )
+        for each in (a, b)
+    ]
+    farthest = 0.0
+    for (token, logprob), (other, theirs) in zip(*pairs, strict=True):
+        if token != other:
+            break
+        farthest = max(farthest, abs(logprob - theirs))
+    return farthest
+
+
 def disagreement(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> str:
     """Say where two answers with logprobs differ by more than rounding does; "" if nowhere.
 
