@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from kvbench.baselines import DST_SEED, SRC_SEED, Memcpy
+from baselines.host import DST_SEED, SRC_SEED, Memcpy
+from baselines.nixl import HOW_TO_INSTALL
+
 from kvbench.child import BENCHES, Child
 from kvbench.kv import HEADS, KvPool
 from kvbench.measure import MIB, Contender, Result, compare, interleave, missing, timed
 from kvbench.memory import POISON, Pool
-from kvbench.nixl import HOW_TO_INSTALL
 from kvbench.settings import Settings
 from kvbench.sides import why_missing
 
@@ -178,7 +179,9 @@ class Eager:
 
     def __init__(self, python: str) -> None:
         self._child = Child(
-            "torch", [python, str(BENCHES / "peers" / "torch_codec.py")], {"OMP_NUM_THREADS": "1"}
+            "torch",
+            [python, str(BENCHES / "baselines" / "torch_codec.py")],
+            {"OMP_NUM_THREADS": "1"},
         )
         self._child.ask("start", nbytes=self.NBYTES, heads=HEADS)
 

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from kvbench.baselines import ScatteredMemcpy, Sockets, best_streams, label
+from baselines.host import ScatteredMemcpy, Sockets, best_streams, label
+from baselines.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
+
 from kvbench.measure import KIB, Result, Round, alone, compare, interleave, missing
-from kvbench.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
 from kvbench.settings import Settings
 from kvbench.sides import Consumer, why_missing
 

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from kvbench.baselines import Memcpy, ScatteredMemcpy, Sockets, label
+from baselines.host import Memcpy, ScatteredMemcpy, Sockets, label
+from baselines.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Transport
+
 from kvbench.measure import KIB, Result, Round, compare, interleave, missing
-from kvbench.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Transport
 from kvbench.settings import Settings
 
 CONTIGUOUS = "memcpy, 1 thread, contiguous"

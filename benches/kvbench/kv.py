@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from baselines.host import CheckError
 
-from kvbench.baselines import CheckError
 from kvbench.memory import POISON, Pages, Pool, scattered_slots
 
 TOKENS, HEADS, CONTENT = 16, 8, 128  # of a block: Llama 3's, without tensor parallelism

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.baselines import SRC_SEED
+from baselines.host import SRC_SEED
+
 from kvbench.child import Reply, serve
 from kvbench.kv import KvPool
 from kvbench.memory import Pages

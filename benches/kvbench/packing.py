@@ -6,7 +6,8 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 
-from kvbench.baselines import DATA_SEED, DST_SEED, SRC_SEED, Memcpy
+from baselines.host import DATA_SEED, DST_SEED, SRC_SEED, Memcpy
+
 from kvbench.measure import Contender, Result, compare, interleave, missing, timed
 from kvbench.memory import POISON, Pool
 from kvbench.plans import Packer

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from baselines.host import CheckError
 
-from kvbench.baselines import CheckError
 from kvbench.shapes import ELEMENT_BYTES, PagedPlane
 
 Wire = npt.NDArray[np.uint8]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from baselines.nixl import peers_python
+
 from kvbench.measure import MIB, Result
 from kvbench.memory import Pages
 from kvbench.native import Native
-from kvbench.nixl import peers_python
 
 
 @dataclass(frozen=True)

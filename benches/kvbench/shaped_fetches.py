@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from kvbench.baselines import DST_SEED, SRC_SEED
+from baselines.host import DST_SEED, SRC_SEED
+
 from kvbench.child import Child
 from kvbench.codecs import DATA_SEED, MOST_OFF
 from kvbench.kv import KvPool

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from baselines.host import CheckError
 
-from kvbench.baselines import CheckError
 from kvbench.memory import Pages, Pool, other_slots, scattered_slots
 
 ELEMENT_BYTES = 2

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from baselines.host import DATA_SEED, DST_SEED, SRC_SEED, CheckError
 
-from kvbench.baselines import DATA_SEED, DST_SEED, SRC_SEED, CheckError
 from kvbench.child import python_child
 from kvbench.host import process_cpu_seconds
 from kvbench.measure import Contender, timed

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from kvbench.baselines import DATA_SEED, DST_SEED, SRC_SEED, CheckError
 from kvbench.child import BENCHES, Child
 from kvbench.host import process_cpu_seconds
 from kvbench.measure import Contender
 from kvbench.memory import POISON, Pages
+
+from baselines.host import DATA_SEED, DST_SEED, SRC_SEED, CheckError
 
 HOW_TO_INSTALL = (
     "nixl: not installed (make bench-peers-setup, or: python3 -m venv .venv-peers && "
@@ -59,7 +60,7 @@ class NixlPair:
         self.name = f"nixl {transport}, no progress thread"
         self._children: list[Child] = []
         self._pool_bytes = pool_bytes
-        script = str(BENCHES / "peers" / "nixl_peer.py")
+        script = str(BENCHES / "baselines" / "nixl_peer.py")
         try:
             for role in ("initiator", "target"):
                 self._children.append(

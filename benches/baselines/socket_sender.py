@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 
-from kvbench.baselines import SOCKET_TIMEOUT_S, prepared_socket
 from kvbench.child import Reply, serve
 from kvbench.measure import MIB
 from kvbench.memory import Pages, Pool
 from kvbench.native import Native
+
+from baselines.host import SOCKET_TIMEOUT_S, prepared_socket
 
 
 class _Sender:

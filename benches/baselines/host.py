@@ -113,7 +113,7 @@ class Sockets:
         self.dst = Pool(nbytes, pages)
         self._sockets: list[socket.socket] = []
         self._child = python_child(
-            "socket sender", "kvbench.socket_sender", {LIBRARY_VARIABLE: native.path}
+            "socket sender", "baselines.socket_sender", {LIBRARY_VARIABLE: native.path}
         )
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kvbench.baselines import DATA_SEED, SRC_SEED
+from baselines.host import DATA_SEED, SRC_SEED
 from kvbench.measure import MIB
 from kvbench.memory import POISON, Pool
 from kvbench.plans import Packer, digest

@@ -1,0 +1,1 @@
+"""What kvxfer is measured beside: memcpy, plain sockets, NIXL, Mooncake, UCX."""
