@@ -30,7 +30,7 @@ async def test_prefixes_are_placed_on_each_decode_engine() -> None:
         # What begins with a prefix goes to the decode engine, which lacks only the rest.
         assert await it.ask([*LONG, *range(10)]) == ("local", "short")
         messages = [SYSTEM, {"role": "user", "content": "Hello?"}]
-        _, _, headers = await it.post({"messages": messages}, "/v1/chat/completions")
+        _, _, headers = await it.post({"messages": messages, "model": "m"}, "/v1/chat/completions")
         assert headers["X-Kvxfer-Place"] == "local"
         async with it.client.get("/admin/prewarm", headers=ADMIN) as report:
             assert await report.json() == answer
