@@ -12,7 +12,7 @@ from typing import Any
 from kvxfer.doctor.tree import Tree
 
 QUESTIONS = ("verbs", "cuda", "hip", "ucx")
-PATIENCE = 3.0
+PATIENCE = 4.0
 """Seconds that a library has to answer."""
 _SCRIPT = Path(__file__).with_name("libraries.py")
 

@@ -45,7 +45,8 @@ def check_build(
             Finding("build.back_end", f"back end {name}", back_end["reason"] or "on", state)
         )
     for name, answer in answers.items():
-        findings.append(_library(name, answer))
+        used = name in info["back_ends"] and info["back_ends"][name]["state"] == "on"
+        findings.append(_library(name, answer, used))
     return findings
 
 
@@ -78,9 +79,12 @@ def _transport(transport: Transport) -> Finding:
     return Finding("build.transport", f"transport {transport.name}", found, state)
 
 
-def _library(name: str, answer: dict[str, Any]) -> Finding:
+def _library(name: str, answer: dict[str, Any], used: bool) -> Finding:
     what = f"library for {name}"
     if missing := answer.get("missing"):
+        if not used:
+            found = f"{missing}; this build would not use it"
+            return Finding("build.library", what, found, State.INFO)
         return Finding("build.library", what, missing, State.INFO, fix=_INSTALL[name])
     if error := answer.get("error"):
         return Finding("build.library", what, f"{answer.get('library', '')} {error}", State.INFO)

@@ -47,10 +47,10 @@ def check_host(
 
 def _limit(tree: Tree, title: str) -> int | None:
     """Return a soft limit of this process; -1 for unlimited, None where it is not known."""
-    for line in (tree.text("/proc/self/limits") or "").splitlines():
-        if line.startswith(title):
-            soft = line[len(title) :].split()[0]
-            return -1 if soft == "unlimited" else int(soft)
+    for line in tree.lines("/proc/self/limits", f"^{title}") or []:
+        soft = line[len(title) :].split()[:1]
+        if soft and (soft[0].isdigit() or soft[0] == "unlimited"):
+            return -1 if soft[0] == "unlimited" else int(soft[0])
     return None
 
 
@@ -65,8 +65,8 @@ def _check_memlock(tree: Tree, nics: list[Nic]) -> list[Finding]:
     limit = _limit(tree, "Max locked memory")
     if limit is None:
         return []
-    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", tree.text("/proc/self/status") or "", re.M)
-    lifted = capabilities is not None and bool(int(capabilities[1], 16) >> _LOCK & 1)
+    capabilities = (tree.lines("/proc/self/status", "^CapEff:\t[0-9a-f]+$") or ["CapEff:\t0"])[0]
+    lifted = bool(int(capabilities.partition("\t")[2] or "0", 16) >> _LOCK & 1)
     shown = "unlimited" if limit < 0 else f"{limit >> 10} KiB"
     what = "locked memory (ulimit -l)"
     if limit < 0 or lifted:

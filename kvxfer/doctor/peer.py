@@ -52,8 +52,10 @@ def check_peer(address: str, transports: dict[str, Transport]) -> list[Finding]:
         if name == "shm":
             continue  # auto takes it where it can be
 
-        def run(name: str = name) -> tuple[str, int]:
-            return fetch_over(name, address, cache, time.monotonic() + _PATIENCE, config=config)
+        settings = config if name == "auto" else config.replace(transport=name)
+
+        def run(name: str = name, settings: Config = settings) -> tuple[str, int]:
+            return fetch_over(name, address, cache, time.monotonic() + _PATIENCE, settings)
 
         findings.append(judge(f"peer.{name}", f"{address} by {name}", run))
         if name == "auto" and "failed" in findings[0].found:

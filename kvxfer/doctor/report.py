@@ -28,7 +28,8 @@ def report(examination: Examination, quiet: bool) -> str:
     host = examination.host
     name = host["name"] or "this host"
     head = f"kvxfer {examination.version} on {name}: Linux {host['kernel']}, {host['cores']} cores"
-    lines = [f"{head}, {host['numa_nodes']} NUMA nodes"] if host["kernel"] else [head]
+    plural = "" if host["numa_nodes"] == 1 else "s"
+    lines = [f"{head}, {host['numa_nodes']} NUMA node{plural}"] if host["kernel"] else [head]
     for group, title in _TITLES.items():
         shown = [
             finding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from kvxfer.doctor.pattern import AGENT, TOTAL_BYTES, PatternCache, fetch_patter
 from kvxfer.errors import Error
 from kvxfer.transports import Transport
 
-PATIENCE = 4.0
-"""Seconds for all paths together."""
+PATIENCE = 20.0
+"""Seconds for all paths together: they take one, but a machine that is busy is no broken one."""
 _LOOPBACK = "loopback:"
+_NARROWING = ("KVXFER_TRANSPORT", "KVXFER_INTERFACE", "KVXFER_ADVERTISE")
 _REPORT = "this must not happen: please report it, with the output of kvxfer doctor --json"
 
 
@@ -26,11 +28,14 @@ class Producer:
     """The other process. It ends with this one."""
 
     def __init__(self) -> None:
+        # What narrows the choice of paths is not for a test of all of them.
+        environment = {name: it for name, it in os.environ.items() if name not in _NARROWING}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvxfer.doctor.pattern", "127.0.0.1:0"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment,
             start_new_session=True,  # Ctrl-C is for this process, which then ends that one
         )
 
@@ -102,7 +107,7 @@ def judge(identity: str, what: str, run: Callable[[], tuple[str, int]]) -> Findi
             f"failed: {error}",
             State.BAD,
             "transfers over it fail as well",
-            "the message names the cause; see docs/troubleshooting",
+            "the message names the cause; docs/doctor.md and docs/troubleshooting.md have more",
         )
     if wrong:
         return Finding(
@@ -121,7 +126,8 @@ def fetch_over(
 ) -> tuple[str, int]:
     """Fetch the pattern of another process; return what to say of it and the wrong bytes."""
     left = max(0.1, deadline - time.monotonic())
-    settings = (config or Config()).replace(transport=transport, handshake_timeout=left)
+    config = config or Config().replace(transport=transport, interface=None, advertise=None)
+    settings = config.replace(handshake_timeout=left)
     with Agent(f"{AGENT}-asks", config=settings) as agent:
         found = fetch_pattern(agent, address, cache, left)
     rate = found.report.bytes / found.seconds / 1e9

@@ -54,14 +54,15 @@ class Tree:
         return bytes.fromhex(cast("str", self._remember("data", path, read)))
 
     def lines(self, path: str, pattern: str) -> list[str] | None:
-        """Return the lines of a long file in which a regular expression is found."""
+        """Return the lines of a long file that a regular expression is found in, each once."""
 
         def read() -> list[str] | None:
             data = self._bytes(path)
             if not data:
                 return None
             text = data.decode(errors="replace")
-            return [line for line in text.splitlines() if re.search(pattern, line)]
+            found = (line for line in text.splitlines() if re.search(pattern, line))
+            return list(dict.fromkeys(found))
 
         return cast("list[str] | None", self._remember(f"lines {pattern}", path, read))
 
