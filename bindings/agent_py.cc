@@ -197,6 +197,7 @@ void register_handles(py::module_& module) {
 void register_agent(py::module_& module) {
   register_options(module);
   register_handles(module);
+  module.def("codec_rates_known", &codec_rates_known);
   module.def("codec_rates", [] {
     CodecRates rates;
     {

@@ -265,6 +265,9 @@ def codec_rates() -> tuple[float, float, float, float]:
     Measured at the first call, in some 50 to 200 milliseconds.
     """
 
+def codec_rates_known() -> bool:
+    """Whether they were measured, so that codec_rates() returns at once."""
+
 class AgentOptions:
     """Settings of an Agent, read once when it is made. kvxfer.Config says what they mean."""
 

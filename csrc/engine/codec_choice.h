@@ -9,9 +9,6 @@
 
 namespace kvxfer {
 
-// Whether codec_rates() has been measured, so that it returns at once.
-bool codec_rates_known();
-
 struct Pipeline {
   std::optional<double> link;  // bytes a second; none: not known
   CodecRates rates;            // of all threads on both sides; 0: not known, and no limit

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -250,3 +253,48 @@ def test_scales_are_for_8_bit_floats() -> None:
     )
     with kvxfer.Agent("a") as agent, pytest.raises(InvalidError, match="only 8-bit floats"):
         agent._core.register_cache(layout)
+
+
+_MEASURED = """
+import sys
+import kvxfer
+from kvxfer import _core
+from kvtest.agents import LONG, pair
+from kvtest.caches import Geometry, Paged
+
+with pair(sys.argv[1]) as (prefill, decode):
+    source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+    prefill.register(source.cache)
+    decode.register(target.cache)
+    if sys.argv[2] == "ahead":
+        rates = kvxfer.codec_rates()
+        assert rates == kvxfer.codec_rates()
+        assert min(rates.pack, rates.unpack, rates.encode, rates.decode) > 0
+    offer = prefill.offer(source.cache, [1, 2], 32)
+    before = _core.codec_rates_known()
+    fetch = decode.fetch(offer.ticket, target.cache, [1, 2], codec="auto", timeout=LONG)
+    fetch.wait()
+    print(before, _core.codec_rates_known(), fetch.report.codec)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "when", "known"),
+    [
+        ("loopback", "never", "False False raw"),
+        ("shm", "never", "False False raw"),
+        ("tcp", "never", "False True"),
+        ("tcp", "ahead", "True True"),
+    ],
+)
+def test_rates_are_measured_where_they_matter_only(transport: str, when: str, known: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURED, transport, when],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(known)

@@ -192,6 +192,7 @@ struct CodecRates {
 // measures by itself, on its own threads, before the first fetch with Codec::kAuto over a link that
 // may be slower than memory; calling this ahead spares that fetch the wait.
 const CodecRates& codec_rates();
+bool codec_rates_known();  // whether that was done, so that codec_rates() returns at once
 
 // Counts of what an agent holds: everything returns to zero, or to capacity, when it is at rest.
 struct AgentStats {
