@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheConfig,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvxfer.cache import Cache
+from kvxfer.errors import LayoutError
 
+from .compat import layer_specs
 from .messages import CacheInfo
 from .packing import Packing, probe
 
@@ -48,33 +45,16 @@ class _Geometry:
     latent: bool
 
 
-def layer_specs(kv_cache_config: KVCacheConfig, group: int) -> dict[str, Any]:
-    """Return the spec of each layer of a group."""
-    spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-    names = kv_cache_config.kv_cache_groups[group].layer_names
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return {name: spec.kv_cache_specs[name] for name in names}
-    return dict.fromkeys(names, spec)
-
-
-def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what cannot be transferred: raises NotImplementedError, naming layer and kind."""
-    for group in kv_cache_config.transfer_group_ids:
-        for layer, spec in layer_specs(kv_cache_config, group).items():
-            if not isinstance(spec, AttentionSpec):
-                raise NotImplementedError(
-                    f"KvxferConnector transfers attention caches; layer {layer!r} keeps a "
-                    f"{type(spec).__name__}, whose state it cannot move yet"
-                )
-
-
 def describe(
-    vllm_config: Any,  # noqa: ANN401 - vllm.config.VllmConfig, not there for type checks
-    kv_cache_config: KVCacheConfig,
-    tensors: Mapping[str, torch.Tensor],
-    model: str,
+    vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, torch.Tensor], model: str
 ) -> list[LocalCache]:
-    """Describe the tensors that `register_kv_caches` was given, group by group."""
+    """Describe the tensors that `register_kv_caches` was given, group by group.
+
+    Raises
+    ------
+    LayoutError
+        Tensors on a GPU, or of a shape or order that is not known here; names the layer.
+    """
     attention = vllm_config.compilation_config.static_forward_context
     found = []
     for group in kv_cache_config.transfer_group_ids:
@@ -91,10 +71,15 @@ def describe(
     return found
 
 
-def _blocks(tensor: torch.Tensor, layer: str, spec: AttentionSpec, count: int) -> torch.Tensor:
+def _blocks(tensor: torch.Tensor, layer: str, spec: Any, count: int) -> torch.Tensor:
     """Return the tensor's blocks; an allocator may have made more than there are."""
+    if tensor.device.type != "cpu":
+        raise LayoutError(
+            f"layer {layer!r} has its KV on {tensor.device}: KvxferConnector moves caches in CPU "
+            "memory only so far; use vLLM's CPU build"
+        )
     if tensor.dim() != 4 or tensor.shape[2] != spec.block_size:
-        raise NotImplementedError(
+        raise LayoutError(
             f"layer {layer!r} has a KV tensor of shape {list(tensor.shape)}: expected [blocks, kv "
             f"heads, {spec.block_size} tokens, content]; a --block-size that the attention backend "
             "takes as it is will do"
@@ -102,22 +87,16 @@ def _blocks(tensor: torch.Tensor, layer: str, spec: AttentionSpec, count: int) -
     return tensor[:count]
 
 
-def _geometry(
-    vllm_config: Any,  # noqa: ANN401
-    layer: Any,  # noqa: ANN401
-    tensor: torch.Tensor,
-    spec: AttentionSpec,
-) -> _Geometry:
+def _geometry(vllm_config: Any, layer: Any, tensor: torch.Tensor, spec: Any) -> _Geometry:
     cache_dtype = vllm_config.cache_config.cache_dtype
     quantized = tensor.dtype == torch.uint8
-    backend = "unknown" if layer is None else layer.get_attn_backend().get_name()
     return _Geometry(
         heads=tensor.shape[1],
         block_size=tensor.shape[2],
         content=tensor.shape[3],
         dtype=tensor.dtype,
         element=_FP8.get(cache_dtype, "uint8") if quantized else str(tensor.dtype)[6:],
-        backend=backend,
+        backend="unknown" if layer is None else layer.get_attn_backend().get_name(),
         isa=str(getattr(layer, "isa", "")),
         window=getattr(spec, "sliding_window", None),
         latent=isinstance(spec, MLAAttentionSpec),
@@ -126,26 +105,25 @@ def _geometry(
 
 def _scales(
     attention: Mapping[str, Any], layers: Mapping[str, torch.Tensor], geometry: _Geometry
-) -> dict[str, tuple[float, float]]:
-    if geometry.dtype != torch.uint8:
-        return {}
+) -> dict[str, tuple[float, float]] | None:
+    """Return what stored K and V are multiplied by, where the cache is quantized."""
+    if not geometry.element.startswith("float8"):
+        return None
     return {
-        name: (float(attention[name]._k_scale_float), float(attention[name]._v_scale_float))
-        for name in layers
+        name: (float(attention[name]._k_scale_float), float(attention[name]._v_scale_float))  # noqa: SLF001
         if name in attention
+        else (1.0, 1.0)
+        for name in layers
     }
 
 
-def _heads(vllm_config: Any, geometry: _Geometry) -> tuple[int, int]:  # noqa: ANN401
+def _heads(vllm_config: Any, geometry: _Geometry) -> tuple[int, int]:
     """Return which of the model's kv heads this rank holds."""
     if geometry.latent:
         return 0, 1
-    parallel = vllm_config.parallel_config
-    total, ranks = (
-        vllm_config.model_config.get_total_num_kv_heads(),
-        parallel.tensor_parallel_size,
-    )
-    rank = parallel.rank % ranks
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    rank = vllm_config.parallel_config.rank % ranks
     # With fewer heads than ranks, neighbours hold the same one.
     first = rank * geometry.heads if geometry.heads * ranks <= total else rank * total // ranks
     return first, first + geometry.heads
@@ -164,16 +142,14 @@ def _packing(
 
 
 def _make(
-    vllm_config: Any,  # noqa: ANN401
+    vllm_config: Any,
     key: str,
     group: int,
     geometry: _Geometry,
     layers: dict[str, torch.Tensor],
-    scales: dict[str, tuple[float, float]],
+    scales: dict[str, tuple[float, float]] | None,
     model: str,
 ) -> LocalCache:
-    heads = _heads(vllm_config, geometry)
-    fields = {"element type": geometry.element, "window": str(geometry.window or "none")}
     packing = None
     if geometry.backend == "CPU_ATTN":
         packing = _packing(
@@ -184,94 +160,62 @@ def _make(
             geometry.dtype,
             vllm_config.cache_config.cache_dtype,
         )
+    heads = _heads(vllm_config, geometry)
+    fields = {"window": str(geometry.window or "none")}
+    known: dict[str, Any] = {"axes": "BHNC", "model": model, "first_head": heads[0]}
     if packing is not None and packing.planes is not None:
-        cache = _strided(geometry, layers, packing, model, heads[0])
         unit = 1
+        fields["element type"] = geometry.element
         fields["planes"] = f"k {geometry.content // 2}, v {geometry.content // 2}"
+        views = {name: _planes(tensor, packing) for name, tensor in layers.items()}
+        if scales is not None:
+            known["scales"] = [scales[name] for name in layers]
+        cache = Cache(views, dtype=geometry.element, **known)
     else:
         # Tokens of a block are interleaved: whole blocks are sent as they are.
-        cache = _opaque(geometry, layers, model, heads[0])
         unit = geometry.block_size
-        place = (
-            packing.fingerprint if packing is not None else torch.backends.cpu.get_cpu_capability()
-        )
-        fields["packing"] = f"{geometry.backend} {geometry.isa} {place}"
+        place = packing.fingerprint if packing else torch.backends.cpu.get_cpu_capability()
         fields["block size"] = str(geometry.block_size)
-        fields["content"] = str(geometry.content)
-    info = CacheInfo(key, group, tuple(layers), heads, unit, fields, scales)
+        fields["packing"] = (
+            f"{geometry.backend} {geometry.isa} {place}, {geometry.content} elements of "
+            f"{geometry.element} a token"
+        )
+        for name, (k, v) in (scales or {}).items():
+            fields[f"scales of {name}"] = f"k {k!r}, v {v!r}"
+        pieces = _pieces(geometry)
+        blocks = {name: _whole(tensor, name, geometry) for name, tensor in layers.items()}
+        cache = Cache(blocks, planes=pieces, packed=True, dtype=geometry.element, **known)
+    info = CacheInfo(key, group, tuple(layers), heads, unit, geometry.window, fields)
     return LocalCache(info, cache)
 
 
-def _strided(
-    geometry: _Geometry,
-    layers: Mapping[str, torch.Tensor],
-    packing: Packing,
-    model: str,
-    first_head: int,
-) -> Cache:
+def _planes(tensor: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
     assert packing.planes is not None
-
-    def views(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        shape = (*tensor.shape[:3], geometry.content // 2)
-        assert packing.planes is not None
-        return tuple(
-            tensor.as_strided(
-                shape,
-                (*tensor.stride()[:2], plane.token_stride, plane.content_stride),
-                tensor.storage_offset() + plane.start,
-            )
-            for plane in packing.planes
+    return tuple(
+        tensor.as_strided(
+            (*tensor.shape[:3], tensor.shape[3] // 2),
+            (*tensor.stride()[:2], plane.token_stride, plane.content_stride),
+            tensor.storage_offset() + plane.start,
         )
-
-    return Cache(
-        {name: views(tensor) for name, tensor in layers.items()},
-        axes="BHNC",
-        model=model,
-        first_head=first_head,
-        dtype=geometry.element,
+        for plane in packing.planes
     )
 
 
-def _opaque(
-    geometry: _Geometry, layers: Mapping[str, torch.Tensor], model: str, first_head: int
-) -> Cache:
+def _pieces(geometry: _Geometry) -> list[str]:
+    """Return the planes that a whole block is cut into, to be short enough for a chunk."""
     elements = geometry.block_size * geometry.content
-    itemsize = torch.empty((), dtype=geometry.dtype).element_size()
     pieces = 1
-    while elements * itemsize // pieces > _MAX_ROW and elements % (2 * pieces) == 0:
+    while elements * geometry.dtype.itemsize // pieces > _MAX_ROW and elements % (2 * pieces) == 0:
         pieces *= 2
-
-    def whole(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.stride()[2:] != (geometry.content, 1):
-            raise NotImplementedError(
-                f"backend {geometry.backend} has KV tensors with strides {tensor.stride()}: the "
-                "tokens of a block must lie together to be sent as they are"
-            )
-        shape = (*tensor.shape[:2], 1, elements)
-        return tensor.as_strided(shape, (*tensor.stride()[:2], elements, 1))
-
-    return Cache(
-        {name: whole(tensor) for name, tensor in layers.items()},
-        axes="BHNC",
-        planes=[f"block{piece}" for piece in range(pieces)],
-        packed=True,
-        model=model,
-        first_head=first_head,
-        dtype=geometry.element,
-    )
+    return [f"block{piece}" for piece in range(pieces)]
 
 
-def scratch(local: LocalCache, layer: str, head: int) -> Cache:
-    """Return a cache of one token, layer and head: the least that can be fetched."""
-    tensors = tuple(
-        torch.zeros((1, 1, 1, content), dtype=getattr(torch, local.cache.layout.element))
-        for _, content in local.cache.layout.planes
-    )
-    return Cache(
-        {layer: tensors},
-        axes="BHNC",
-        planes=[name for name, _ in local.cache.layout.planes],
-        model=local.cache.layout.model,
-        first_head=head,
-        dtype=local.cache.layout.element,
-    )
+def _whole(tensor: torch.Tensor, layer: str, geometry: _Geometry) -> torch.Tensor:
+    if tensor.stride()[2:] != (geometry.content, 1):
+        raise LayoutError(
+            f"layer {layer!r}: backend {geometry.backend} has KV tensors with strides "
+            f"{tensor.stride()}: the tokens of a block must lie together to be sent as they are"
+        )
+    elements = geometry.block_size * geometry.content
+    shape = (*tensor.shape[:2], 1, elements)
+    return tensor.as_strided(shape, (*tensor.stride()[:2], elements, 1))

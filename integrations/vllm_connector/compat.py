@@ -1,24 +1,61 @@
-"""What has to be equal on both sides of a transfer, by name."""
+"""What has to fit on both sides of a transfer, by name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+from kvxfer.errors import ConfigError
+
 from .messages import CacheInfo
 
-CONNECTOR = "1"  # changes with what kv_transfer_params mean
+CONNECTOR = "2"  # changes with what kv_transfer_params mean
 # Of a model's config, what says nothing of the numbers in its cache.
 _IRRELEVANT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_MODEL = "model config "
 _SAMPLE, _PLACES = 4096, 64  # bytes, and from how many places of each file of weights
-_MAX_SCALES = 4096  # characters; longer lists of scales are compared by digest
+_MOST_KEYS, _MOST_TEXT = 100, 200  # of one part of a config; what is longer ends in a digest
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def layer_specs(kv_cache_config: Any, group: int) -> dict[str, Any]:
+    """Return the spec of each layer of a group."""
+    spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    names = kv_cache_config.kv_cache_groups[group].layer_names
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in names}
+    return dict.fromkeys(names, spec)
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse engines whose KV cannot be transferred: raises ConfigError."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        count = getattr(vllm_config.parallel_config, name, 1)
+        if count > 1:
+            raise ConfigError(f"KvxferConnector does not know {name} > 1, this engine has {count}")
+    for group in kv_cache_config.transfer_group_ids:
+        for layer, spec in layer_specs(kv_cache_config, group).items():
+            if not isinstance(spec, AttentionSpec):
+                raise ConfigError(
+                    f"KvxferConnector transfers attention caches; layer {layer!r} keeps a "
+                    f"{type(spec).__name__}, whose state it cannot move yet"
+                )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _clip(text: str) -> str:
+    """Bound what travels with each request, and keep it telling."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[: _MOST_TEXT // 2]}... (sha256 {_digest(text.encode())})"
 
 
 def _weights(model: str) -> str:
@@ -30,79 +67,120 @@ def _weights(model: str) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
-            state = hashlib.sha256()
+            samples = []
             for place in range(_PLACES):  # the first and the last are the file's ends
                 stream.seek(max(0, size - _SAMPLE) * place // (_PLACES - 1))
-                state.update(stream.read(_SAMPLE))
-            parts.append(f"{file.name} {size} {state.hexdigest()}")
-    return _digest("\n".join(parts)) if parts else "none"
+                samples.append(stream.read(_SAMPLE))
+            parts.append(f"{file.name} of {size} bytes, sampled {_digest(b''.join(samples))}")
+    return _clip("; ".join(parts)) or "none"
 
 
-def engine_fields(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - VllmConfig
+def _config(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield a model's config, key by key, as ``rope_parameters.factor``."""
+    if isinstance(value, dict) and len(value) <= _MOST_KEYS:
+        for key, each in value.items():
+            if key not in _IRRELEVANT:
+                yield from _config(f"{name}.{key}" if name else str(key), each)
+    else:
+        yield name, _clip(json.dumps(value, sort_keys=True, default=str))
+
+
+def engine_fields(vllm_config: Any) -> dict[str, str]:
     """Return the fields that an engine's configuration decides."""
     import vllm
 
     model = vllm_config.model_config
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IRRELEVANT}
+    config = model.hf_config.to_dict()
     commit = getattr(model.hf_config, "_commit_hash", None)
-    architectures = ",".join(config.get("architectures") or ["?"])
     return {
         "connector version": CONNECTOR,
         "vllm version": vllm.__version__,
-        "model": f"{architectures} {_digest(json.dumps(config, sort_keys=True, default=str))}",
         "weights": _weights(model.model),
         "model revision": f"{model.revision or 'none'}{f' ({commit})' if commit else ''}",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "kv cache dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization or "none"),
+        **{_MODEL + key: value for key, value in _config("", config)},
     }
 
 
+def model_name(fields: Mapping[str, str]) -> str:
+    """Name a model for the caches, where the core compares it once more."""
+    named = [f"{name} {fields[name]}" for name in sorted(fields) if name.startswith(_MODEL)]
+    return _digest("\n".join([fields["weights"], *named]).encode())
+
+
+def layer_ranges(layers: Iterable[str]) -> str:
+    """Write many layers' names in short, as ``model.layers.{0-17,20}.self_attn.attn``."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for layer in layers:
+        pieces = re.split(r"(\d+)", layer, maxsplit=1)  # before, number, behind
+        number = int(pieces[1]) if len(pieces) > 1 else 0
+        numbers.setdefault(tuple(pieces[::2]), []).append(number)
+    written = []
+    for around, found in sorted(numbers.items()):
+        runs: list[list[int]] = []
+        for number in sorted(found):
+            if runs and runs[-1][1] == number - 1:
+                runs[-1][1] = number
+            else:
+                runs.append([number, number])
+        text = ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
+        written.append(f"{{{text}}}".join(around))
+    return _clip(", ".join(written))
+
+
 def cache_fields(caches: Iterable[CacheInfo]) -> dict[str, str]:
-    """Return the fields that the caches of all ranks decide together."""
+    """Return the fields that the caches of all ranks decide together.
+
+    Raises
+    ------
+    ConfigError
+        Ranks of this engine describe a cache differently.
+    """
     fields: dict[str, str] = {}
-    layers: dict[str, list[str]] = {}
-    scales: dict[str, dict[str, tuple[float, float]]] = {}
+    layers: dict[str, set[str]] = {}
     heads: dict[str, int] = {}
     for info in caches:
         for name, value in info.fields.items():
-            fields[f"{info.key} {name}"] = value
-        layers.setdefault(info.key, []).extend(info.layers)
-        scales.setdefault(info.key, {}).update(info.scales)
+            known = fields.setdefault(f"cache {info.key} {name}", value)
+            if known != value:
+                raise ConfigError(
+                    f"ranks of this engine differ: {name} of cache {info.key} is {known!r} on one "
+                    f"and {value!r} on another"
+                )
+        layers.setdefault(info.key, set()).update(info.layers)
         heads[info.key] = max(heads.get(info.key, 0), info.heads[1])
-    for key, names in layers.items():
-        held = sorted(set(names))
-        fields[f"{key} layers"] = f"{len(held)} {_digest(','.join(held))}"
-        fields[f"{key} kv heads"] = str(heads[key])
-        if scales[key]:
-            fields[f"{key} scales"] = _scales(scales[key])
+    for key in layers:
+        fields[f"cache {key} layers"] = layer_ranges(layers[key])
+        fields[f"cache {key} kv heads"] = str(heads[key])
     return fields
 
 
-def _scales(scales: Mapping[str, tuple[float, float]]) -> str:
-    """Write the scales of K and V, by layer where it is not too much."""
-    text = ", ".join(f"{layer} {k!r}/{v!r}" for layer, (k, v) in sorted(scales.items()))
-    return text if len(text) <= _MAX_SCALES else _digest(text)
-
-
-def _first_difference(ours: str, theirs: str) -> tuple[str, str]:
-    """Return what two lists of scales do not share, of the first layer that differs."""
-    for here, there in zip(ours.split(", "), theirs.split(", "), strict=False):
-        if here != there:
-            return here, there
-    return ours, theirs
+def _fits(name: str, ours: str, theirs: str) -> bool:
+    """Return whether the core makes one of the other without loss that would show."""
+    if ours == theirs:
+        return True
+    if not name.endswith(" element type"):
+        return False
+    # 8-bit floats are never rounded to others; those of other widths hardly ever have an equal.
+    e4m3, e5m2 = (any(kind in each for each in (ours, theirs)) for kind in ("e4m3", "e5m2"))
+    known = all(each.startswith(("float", "bfloat")) for each in (ours, theirs))
+    return known and not (e4m3 and e5m2)
 
 
 def difference(
     ours: Mapping[str, str], theirs: Mapping[str, str], ignored: Iterable[str] = ()
 ) -> str | None:
-    """Return what differs, with both values, or None."""
-    differing = []
-    for name in {**ours, **theirs}:
-        here, there = ours.get(name, "missing"), theirs.get(name, "missing")
-        if here == there or name in set(ignored):
-            continue
-        if name.endswith(" scales"):
-            here, there = _first_difference(here, there)
-        differing.append(f"{name} is {here!r} here and {there!r} there")
-    return "; ".join(differing) or None
+    """Return what does not fit, with both values, or None."""
+    both = {
+        name: (ours.get(name, "missing"), theirs.get(name, "missing"))
+        for name in {**ours, **theirs}
+        if name not in ignored
+    }
+    return (
+        "; ".join(
+            f"{name} is {here!r} here and {there!r} there"
+            for name, (here, there) in both.items()
+            if not _fits(name, here, there)
+        )
+        or None
+    )

@@ -1,8 +1,10 @@
-"""The class that vLLM loads: hands each hook to the half of its process."""
+"""The class that vLLM loads: hands each hook to the half of its process.
+
+The frontend loads it too, so importing it loads neither worker nor core.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,30 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from . import compat
-from .caches import check_groups
+from .compat import check_supported
 from .messages import StepOrders
 from .scheduler import Scheduler
 from .settings import Settings
 from .stats import PromMetrics, Stats
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-        PromMetric,
-        PromMetricT,
-    )
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
     from .worker import Worker
 
 
@@ -47,39 +32,20 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     _cache_hit_source = CacheHitSource.P2P
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        parallel = vllm_config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if getattr(parallel, name, 1) > 1:
-                raise NotImplementedError(f"KvxferConnector does not know {name} > 1")
-        check_groups(kv_cache_config)
-        fields = compat.engine_fields(vllm_config)
-        named = "\n".join(f"{name} {fields[name]}" for name in ("model", "weights"))
-        model = hashlib.sha256(named.encode()).hexdigest()[:16]
+        check_supported(vllm_config, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._done: object = None  # the orders that were carried out last
         self._idle = False  # whether this step computes nothing
         if role == KVConnectorRole.SCHEDULER:
-            from kvxfer.config import Config
-
-            config = Config(**settings.agent)
-            self._scheduler = Scheduler(
-                vllm_config,
-                kv_cache_config,
-                settings,
-                config.secret,
-                model,
-                anywhere=config.insecure,
-            )
+            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
         else:
             from .worker import Worker
 
-            self._worker = Worker(vllm_config, kv_cache_config, settings, model)
+            self._worker = Worker(vllm_config, kv_cache_config, settings)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -93,7 +59,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker ---
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -106,7 +72,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._done = kv_connector_metadata
             self.worker.step(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._idle = getattr(forward_context, "attn_metadata", True) is None
         orders = self._connector_metadata
         if isinstance(orders, StepOrders) and orders is not self._done:
@@ -116,11 +82,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Loads end before vLLM schedules their requests: there is nothing to wait for."""
 
     def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,  # noqa: ANN401
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         self.worker.layer_written(layer_name)
 
@@ -139,7 +101,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> Stats | None:
         return (self._worker or self.scheduler).stats.take()
 
     # --- scheduler ---
@@ -154,36 +116,38 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         self.scheduler.set_handshakes(metadata)
 
-    def on_new_request(self, request: Request) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.logs = not kv_cache_manager.log_stats
+
+    def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
+        self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self.scheduler.build(scheduler_output)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.update(connector_output)
 
     def request_finished(
-        self, request: Request, block_ids: list[int]
+        self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
@@ -199,7 +163,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- any process ---
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -208,17 +172,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(extra_config.get("concurrent", True))
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:
         return Stats(data)
 
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
+    ) -> PromMetrics | None:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 Ticket = dict[str, Any]
+Refusal = tuple[str, str]
+"""Why a load fails before it begins: a reason for the metrics and a message."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,9 @@ class CacheInfo:
     """Global kv heads, half-open."""
     unit: int
     """Tokens of a block that travel as one: 1, or the block size where a backend packs blocks."""
+    window: int | None
     fields: dict[str, str]
-    """What has to be equal on both sides, by name."""
-    scales: dict[str, tuple[float, float]]
-    """Of K and V by layer, where the cache is quantized."""
+    """What has to fit on both sides, by name."""
 
 
 @dataclass
@@ -42,14 +43,24 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
+class Rank:
+    """A worker of this engine and the slice of one cache that it holds."""
+
+    name: str
+    heads: tuple[int, int]
+    layers: tuple[str, ...] | None
+    """None where all ranks hold the same."""
+
+
+@dataclass(frozen=True)
 class Part:
-    """A range of tokens of one request in one cache."""
+    """A range of one request in one cache, in the cache's units: tokens, or blocks."""
 
     key: str
     ticket: Ticket
     blocks: list[int]
+    """The first unit lies in the first of them."""
     first: int
-    """First token (or block, by the cache's unit) that is fetched; it lies in ``blocks[0]``."""
     end: int
 
 
@@ -68,10 +79,10 @@ class LoadOrder:
     """Decode side: fetch into these blocks, or say why that cannot be."""
 
     request: str
-    parts: list[Part]
     peer: str
-    refused: tuple[str, str] | None = None
-    """Reason and message, where the load fails before it begins."""
+    parts: list[Part]
+    tokens: int
+    refused: Refusal | None = None
 
 
 @dataclass
@@ -81,11 +92,14 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     send: list[SendOrder] = field(default_factory=list)
     hold: list[str] = field(default_factory=list)
     """Requests that have finished and wait for their offers' ends."""
-    withdraw: list[str] = field(default_factory=list)
-    """Requests whose blocks are about to be reused: their offers must end first."""
+    withdraw: list[tuple[str, list[Ticket], str]] = field(default_factory=list)
+    """Requests that will not be served, with their tickets and the reason. Their blocks are about
+    to be reused, so what was offered of them must end first."""
     load: list[LoadOrder] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
     """Loads that nobody wants any more; they are still reported."""
     decline: list[tuple[str, Ticket]] = field(default_factory=list)
     """Offers, with their caches, that nobody will fetch: the prefill side may free the blocks."""
     renew: list[Ticket] = field(default_factory=list)
+    ranks: dict[str, list[Rank]] = field(default_factory=dict)
+    """Who fetches a cache, where there is something to load or decline."""

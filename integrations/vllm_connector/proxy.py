@@ -159,8 +159,7 @@ def _standing(params: dict[str, Any]) -> dict[str, Any] | None:
     ours = params.get("kvxfer", {})
     if not ours.get("agents"):
         return None
-    standing = ("v", "fields", "decode_tp_size", "lease", "block_sizes", "agents")
-    kept = {name: ours[name] for name in standing}
+    kept = {name: value for name, value in ours.items() if name != "offer"}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.codecs import Codec
-from kvxfer.errors import InvalidError
+from kvxfer.errors import ConfigError, InvalidError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,6 @@ class Settings:
     """Seconds that the prefill side keeps blocks without a word from the decode side."""
     load_timeout: float = 60.0
     """Seconds after which a load fails on the decode side."""
-    decode_tp_size: int = 1
-    """Prefill side: tensor parallel size of the decode engines."""
     concurrent: bool = True
     """Prefill side: send layer by layer where the proxy asks both sides at once."""
     same_vllm: bool = True
@@ -37,24 +35,24 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Read the options; raises ValueError where one is unknown or out of range."""
+        """Read the options; raises ConfigError where one is unknown or out of range."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(extra) - known):
-            raise ValueError(
+            raise ConfigError(
                 f"kv_connector_extra_config has {', '.join(unknown)}, which KvxferConnector does "
                 f"not know; it knows {', '.join(sorted(known))}"
             )
         settings = cls(**extra)
-        for name in ("lease", "load_timeout", "watchdog", "decode_tp_size"):
+        for name in ("lease", "load_timeout", "watchdog"):
             if not getattr(settings, name) > 0:
-                raise ValueError(
+                raise ConfigError(
                     f"kv_connector_extra_config: {name} is {getattr(settings, name)!r}: it must be "
                     "positive"
                 )
         try:
             Codec.parse(settings.codec)
         except InvalidError as error:
-            raise ValueError(f"kv_connector_extra_config: {error}") from error
+            raise ConfigError(f"kv_connector_extra_config: {error}") from error
         if not 0 <= settings.port < 1 << 16:
-            raise ValueError(f"kv_connector_extra_config: port is {settings.port}: no such port")
+            raise ConfigError(f"kv_connector_extra_config: port is {settings.port}: no such port")
         return settings

@@ -12,18 +12,11 @@ import torch
 from vllm.logger import init_logger
 
 import kvxfer
-from kvxfer import Fetch, Offer, Status
-from kvxfer.cover import cover
-from kvxfer.ticket import issue_ticket, parse_ticket
+from kvxfer import Fetch, Offer, Ranks, Status
 
-from .caches import LocalCache, describe, scratch
-from .messages import (
-    Handshake,
-    LoadOrder,
-    SendOrder,
-    StepOrders,
-    Ticket,
-)
+from .caches import LocalCache, describe
+from .compat import engine_fields, model_name
+from .messages import Handshake, LoadOrder, Refusal, SendOrder, StepOrders, Ticket
 from .settings import Settings
 from .stats import Stats
 
@@ -31,8 +24,6 @@ logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it 
 
 _REST = 0.02  # seconds
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
-# After these the prefill side knows, or cannot be told.
-_SETTLED = {Status.STALE, Status.EXPIRED, Status.PEER_LOST, Status.UNREACHABLE, Status.CLOSED}
 
 
 @dataclass
@@ -40,15 +31,12 @@ class _Load:
     """A request that is being fetched, one fetch for each cache."""
 
     order: LoadOrder
-    began: float
-    running: int = 0
+    failure: Refusal | None
+    """The first."""
+    began: float = field(default_factory=time.monotonic)
     fetches: dict[str, Fetch] = field(default_factory=dict)
     """By cache."""
-    declined: set[str] = field(default_factory=set)
-    """Caches of which this rank needs nothing, and has said so."""
-    failure: tuple[str, str] | None = None
-    """Reason and message of the first."""
-    settled: bool = False
+    running: int = 0
     warned: float = 0.0
 
 
@@ -57,7 +45,7 @@ class _Send:
     """A request that is offered, one offer for each cache of this rank."""
 
     request: str
-    began: float
+    began: float = field(default_factory=time.monotonic)
     offers: list[Offer] = field(default_factory=list)
     held: bool = False
     """Whether the scheduler waits for the end; before that nothing is reported."""
@@ -74,49 +62,39 @@ class Results:
 class Worker:
     """All transfers of one rank. Every method is called on the worker's main thread."""
 
-    def __init__(
-        self,
-        vllm_config: Any,  # noqa: ANN401 - vllm.config.VllmConfig, not there for type checks
-        kv_cache_config: Any,  # noqa: ANN401
-        settings: Settings,
-        model: str,
-    ) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._settings, self._model = settings, model
+        self._settings = settings
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         config = kvxfer.Config(**settings.agent)
-        listen = None
-        if transfer.is_kv_producer:
-            host = settings.host or (_own_address() if config.secret else "127.0.0.1")
-            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            port = settings.port + rank if settings.port else 0
-            listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if config.transport == "loopback":
-                listen = "loopback:"
+        self._listens: bool = transfer.is_kv_producer
         self._agent = kvxfer.Agent(
-            f"{transfer.engine_id}/{parallel.rank}", listen=listen, config=config
+            f"{transfer.engine_id}/{parallel.rank}",
+            listen=_address(settings, config, parallel) if self._listens else None,
+            config=config,
         )
         self._ends = select.poll()  # with its descriptor, poll() returns what has ended
         self._ends.register(self._agent.fileno(), select.POLLIN)
         self._resting = time.monotonic()
-        self._listens = listen is not None
         self._caches: dict[str, LocalCache] = {}
-        self._scratch: dict[tuple[str, str, int], kvxfer.Cache] = {}
+        self._ranks: dict[str, Ranks] = {}
         self._loads: dict[str, _Load] = {}
         self._sends: dict[str, _Send] = {}
         self._by_fetch: dict[Fetch, _Load] = {}
-        self._declining: dict[Fetch, float] = {}
-        self._filling: list[Offer] = []  # offers whose layers become ready in this step
-        self._layers: dict[Offer, frozenset[str]] = {}
+        self._filling: dict[Offer, frozenset[str]] = {}  # whose layers become ready in this step
         self._results = Results()
         self._looked = time.monotonic()
+        self._sent = 0, 0
         self.stats = Stats()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for local in describe(self._vllm_config, self._kv_cache_config, tensors, self._model):
+        model = model_name(engine_fields(self._vllm_config))
+        for local in describe(self._vllm_config, self._kv_cache_config, tensors, model):
             self._agent.register(local.cache)
             self._caches[local.info.key] = local
             logger.info("%s %s: %r", self._agent.name, local.info.key, local.cache)
+        if self._agent.config.transport not in ("shm", "loopback"):
+            kvxfer.codec_rates()  # now, and not at the first request
 
     def handshake(self) -> Handshake:
         return Handshake(
@@ -128,16 +106,24 @@ class Worker:
 
     def step(self, orders: StepOrders) -> None:
         """Do what the scheduler has ordered. Blocks only for packs of what it withdraws."""
-        for request in orders.withdraw:
-            self._withdraw(request)
+        for key, ranks in orders.ranks.items():
+            if key in self._caches:
+                self._ranks[key] = Ranks(
+                    own=[rank.name for rank in ranks].index(self._agent.name),
+                    heads=[rank.heads for rank in ranks],
+                    layers=[rank.layers or () for rank in ranks] if ranks[0].layers else None,
+                )
         for send in orders.send:
             self._send(send)
         for request in orders.hold:
-            self._sends.setdefault(request, _Send(request, time.monotonic())).held = True
+            self._sends.setdefault(request, _Send(request)).held = True
+        for request, tickets, reason in orders.withdraw:
+            self._withdraw(request, tickets, reason)
         for load in orders.load:
             self._load(load)
         for request in orders.cancel:
-            self._cancel(request)
+            if request in self._loads:
+                self._give_up(self._loads[request], ("cancelled", "the request was aborted"))
         for key, ticket in orders.decline:
             self._decline(key, ticket)
         for ticket in orders.renew:
@@ -148,8 +134,8 @@ class Worker:
 
     def layer_written(self, layer: str) -> None:
         """Say that this layer's KV of the running step is in its blocks."""
-        for offer in self._filling:
-            if layer in self._layers[offer]:
+        for offer, layers in self._filling.items():
+            if layer in layers:
                 offer.mark_ready(layer)
 
     def step_written(self) -> None:
@@ -195,7 +181,7 @@ class Worker:
     # --- prefill side ---
 
     def _send(self, order: SendOrder) -> None:
-        send = self._sends.setdefault(order.request, _Send(order.request, time.monotonic()))
+        send = self._sends.setdefault(order.request, _Send(order.request))
         for part in order.parts:
             local = self._caches.get(part.key)
             agents = [agent["name"] for agent in part.ticket["agents"]]
@@ -207,43 +193,31 @@ class Worker:
                     part.blocks,
                     ticket=part.ticket,
                     lease=self._settings.lease,
-                    consumers=self._consumers(local),
                     ready=order.ready,
                 )
-            except kvxfer.Error:
-                # Whoever asks for it waits in vain until its deadline, and recomputes.
+            except kvxfer.Error as error:
                 logger.exception("Request %s cannot be offered", order.request)
+                self._agent.reject(part.ticket, str(error))
                 continue
             send.offers.append(offer)
             if not order.ready:
-                self._layers[offer] = frozenset(local.info.layers)
-                self._filling.append(offer)
+                self._filling[offer] = frozenset(local.info.layers)
 
-    def _consumers(self, local: LocalCache) -> int:
-        """Return how many ranks of a decode engine fetch from this one."""
-        ranks = self._settings.decode_tp_size
-        begin, end = local.info.heads
-        total: int = self._vllm_config.model_config.get_total_num_kv_heads()
-        if end - begin == 1 and self._vllm_config.model_config.use_mla:
-            return ranks
-        each = max(1, total // ranks)
-        firsts = [rank * total // ranks for rank in range(ranks)]
-        return max(1, sum(first < end and first + each > begin for first in firsts))
-
-    def _withdraw(self, request: str) -> None:
+    def _withdraw(self, request: str, tickets: list[Ticket], reason: str) -> None:
+        for ticket in tickets:
+            self._agent.reject(ticket, reason)
         send = self._sends.get(request)
         if send is None:
             return
         for offer in send.offers:
-            offer.release()
-            if offer in self._filling:
-                self._filling.remove(offer)
-        for offer in send.offers:
-            offer.wait(_RELEASE_TIMEOUT)
+            self._filling.pop(offer, None)
+            if not send.held:  # the blocks are somebody else's in this step
+                offer.wait(_RELEASE_TIMEOUT)
         if not send.held:
-            self._forget(send)
+            del self._sends[request]
 
     def _send_ended(self, send: _Send) -> None:
+        del self._sends[send.request]
         self._results.sent.add(send.request)
         statuses = {offer.status for offer in send.offers}
         if Status.EXPIRED in statuses:
@@ -258,62 +232,50 @@ class Worker:
         elif statuses:
             self.stats.add(sends=1)
             self.stats.took("send_seconds", time.monotonic() - send.began)
-        self._forget(send)
-
-    def _forget(self, send: _Send) -> None:
-        for offer in send.offers:
-            self._layers.pop(offer, None)
-        del self._sends[send.request]
+        counts = self._agent.stats
+        sent = counts.bytes_sent, counts.wire_bytes_sent
+        self.stats.add(sent_bytes=sent[0] - self._sent[0], sent_wire_bytes=sent[1] - self._sent[1])
+        self._sent = sent
 
     # --- decode side ---
 
     def _load(self, order: LoadOrder) -> None:
-        load = _Load(order, time.monotonic(), failure=order.refused)
-        self._loads[order.request] = load
-        if order.refused is None:
-            for part in order.parts:
-                local = self._caches.get(part.key)
-                if local is None:
-                    continue
-                if part.first >= part.end:
-                    self._decline(part.key, part.ticket)
-                    load.declined.add(part.key)
-                    continue
-                try:
-                    fetch = self._agent.fetch(
-                        part.ticket,
-                        local.cache,
-                        part.blocks,
-                        tokens=slice(part.first, part.end),
-                        timeout=self._settings.load_timeout,
-                        codec=self._settings.codec if local.info.unit == 1 else "raw",
-                    )
-                except kvxfer.Error as error:
-                    load.failure = load.failure or ("refused", str(error))
-                    break
-                load.fetches[part.key] = fetch
-                load.running += 1
-                self._by_fetch[fetch] = load
-        if load.failure is not None:
-            for fetch in load.fetches.values():
-                fetch.cancel()
+        load = self._loads[order.request] = _Load(order, order.refused)
+        for part in order.parts if order.refused is None else ():
+            local = self._caches.get(part.key)
+            if local is None:
+                continue
+            try:
+                fetch = self._agent.fetch(
+                    part.ticket,
+                    local.cache,
+                    part.blocks,
+                    tokens=slice(part.first, part.end),
+                    timeout=self._settings.load_timeout,
+                    codec=self._settings.codec if local.info.unit == 1 else "raw",
+                    ranks=self._ranks[part.key],
+                )
+            except kvxfer.Error as error:
+                self._give_up(load, ("refused", str(error)))
+                break
+            load.fetches[part.key] = fetch
+            load.running += 1
+            self._by_fetch[fetch] = load
         if not load.running:
             self._load_ended(load)
 
+    def _give_up(self, load: _Load, failure: Refusal) -> None:
+        load.failure = load.failure or failure
+        for fetch in load.fetches.values():  # no use without all of them
+            fetch.cancel(done=True)
+
     def _fetch_ended(self, fetch: Fetch) -> None:
-        if self._declining.pop(fetch, None) is not None:
-            return
         load = self._by_fetch.pop(fetch, None)
         if load is None:
             return
         load.running -= 1
-        error = fetch.error
-        if error is not None:
-            load.settled |= error.status in _SETTLED
-            if load.failure is None:
-                load.failure = (error.status.value.lower(), str(error))
-            for other in load.fetches.values():  # no use without this one
-                other.cancel()
+        if fetch.error is not None:
+            self._give_up(load, (fetch.error.status.value.lower(), str(fetch.error)))
         if not load.running:
             self._load_ended(load)
 
@@ -321,16 +283,13 @@ class Worker:
         order, seconds = load.order, time.monotonic() - load.began
         del self._loads[order.request]
         self._results.loaded.add(order.request)
-        tokens = max(
-            ((part.end - part.first) * self._unit(part.key) for part in order.parts), default=0
-        )
         if load.failure is None:
             reports = [fetch.report for fetch in load.fetches.values()]
             self.stats.add(
                 loads=1,
                 loaded_bytes=sum(report.bytes for report in reports),
                 wire_bytes=sum(report.wire_bytes for report in reports),
-                loaded_tokens=tokens,
+                loaded_tokens=order.tokens,
                 chunks=sum(report.chunks for report in reports),
             )
             self.stats.took("load_seconds", seconds)
@@ -338,74 +297,31 @@ class Worker:
         self._results.failed.add(order.request)
         reason, message = load.failure
         self.stats.failed(reason)
-        self.stats.add(recomputed_tokens=tokens)
+        self.stats.add(recomputed_tokens=order.tokens)
         if reason in ("stale", "expired"):
             self.stats.add(stale_tickets=1)
         if reason != "cancelled":
             logger.error(
                 "Request %s: loading %d tokens from %s failed after %.3f s: %s",
                 order.request,
-                tokens,
+                order.tokens,
                 order.peer,
                 seconds,
                 message,
             )
-        if not load.settled:
-            for part in order.parts:
-                fetch = load.fetches.get(part.key)
-                fetched = fetch is not None and fetch.error is None
-                if not fetched and part.key not in load.declined:
-                    self._decline(part.key, part.ticket)
-
-    def _unit(self, key: str) -> int:
-        local = self._caches.get(key)
-        return 1 if local is None else local.info.unit
-
-    def _cancel(self, request: str) -> None:
-        load = self._loads.get(request)
-        if load is not None:
-            load.failure = load.failure or ("cancelled", "the request was aborted")
-            for fetch in load.fetches.values():
-                fetch.cancel()
+        for part in order.parts:
+            if part.key not in load.fetches:
+                self._decline(part.key, part.ticket)
 
     def _decline(self, key: str, ticket: Ticket) -> None:
-        """Tell the agents that this rank would fetch from that it will not.
-
-        The protocol knows no word for it, but a fetch of one token of one layer and head does it:
-        the offer counts it as its consumer's.
-        """
+        """Tell the agents that this rank would fetch from that it will not."""
         local = self._caches.get(key)
         if local is None:
             return
-        secret = self._agent.config.secret
+        timeout = self._settings.load_timeout  # the offer may be made only then
         try:
-            parsed = parse_ticket(ticket, secret)
-            layers = local.cache.layout.layers
-            for index, held, head, _ in cover(parsed.agents, layers, local.info.heads):
-                place = (key, layers[held[0]], head)
-                if place not in self._scratch:
-                    self._scratch[place] = self._agent.register(scratch(local, *place[1:]))
-                least = issue_ticket(
-                    parsed.offer_id,
-                    [parsed.agents[index]],
-                    num_tokens=parsed.num_tokens,
-                    first_token=parsed.first_token,
-                    generation=parsed.generation,
-                    model=parsed.model,
-                    secret=secret,
-                )
-                tokens = slice(parsed.first_token, parsed.first_token + 1)
-                fetch = self._agent.fetch(
-                    least,
-                    self._scratch[place],
-                    [0],
-                    tokens=tokens,
-                    first_slot=0,
-                    codec="raw",  # no codec takes a single element of a packed block
-                    timeout=self._settings.load_timeout,  # the offer may be made only then
-                )
-                self._declining[fetch] = time.monotonic()
-                self.stats.add(declined=1)
+            self._agent.decline(ticket, local.cache, ranks=self._ranks[key], timeout=timeout)
+            self.stats.add(declined=1)
         except kvxfer.Error as error:
             logger.warning("An offer cannot be declined, its lease will end it: %s", error)
 
@@ -436,7 +352,16 @@ class Worker:
                 )
 
 
-def _own_address() -> str:
-    from vllm.utils.network_utils import get_ip
+def _address(settings: Settings, config: kvxfer.Config, parallel: Any) -> str:
+    """Return where a rank of the prefill side listens."""
+    if config.transport == "loopback":
+        return "loopback:"
+    host = settings.host
+    if host is None and config.secret:
+        from vllm.utils.network_utils import get_ip
 
-    return str(get_ip())
+        host = str(get_ip())
+    host = host or "127.0.0.1"
+    rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    port = settings.port + rank if settings.port else 0
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

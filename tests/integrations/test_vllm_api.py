@@ -78,23 +78,6 @@ def test_unknown_options_are_refused(engine: Callable[..., Any]) -> None:
         engine("kv_both", extra={"lease": 0})
 
 
-def test_the_first_layer_whose_scales_differ_is_named(fake: Any) -> None:
-    from kvxfer.integrations.vllm_connector.compat import cache_fields, difference
-    from kvxfer.integrations.vllm_connector.messages import CacheInfo
-
-    def fields(count: int, **scales: float) -> dict[str, str]:
-        found = {f"l{at}": (1.0, scales.get(f"l{at}", 0.1)) for at in range(count)}
-        return cache_fields([CacheInfo("g0", 0, tuple(found), (0, 1), 1, {}, found)])
-
-    assert difference(fields(5), fields(5)) is None
-    assert difference(fields(5), fields(5, l2=0.3, l3=0.4)) == (
-        "g0 scales is 'l2 1.0/0.1' here and 'l2 1.0/0.3' there"
-    )
-    assert len(fields(1000)["g0 scales"]) < 100
-    assert difference(fields(1000), fields(1000)) is None
-    assert difference(fields(1000), fields(1000, l777=0.3))
-
-
 def test_weights_that_differ_in_the_middle_only(fake: Any, tmp_path: Path) -> None:
     from kvxfer.integrations.vllm_connector.compat import _weights
 

@@ -20,9 +20,7 @@ def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from rig import engines
 
     logs = tmp_path_factory.mktemp("tensor-parallel")
-    p = engines.start_engine(
-        model, logs / "prefill.log", role="kv_producer", extra={"decode_tp_size": 2}
-    )
+    p = engines.start_engine(model, logs / "prefill.log", role="kv_producer")
     two = engines.start_engine(
         model, logs / "two.log", role="kv_both", options=("--tensor-parallel-size", "2")
     )

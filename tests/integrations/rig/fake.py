@@ -7,6 +7,7 @@ step builds on. So one wrong, missing or stale element shows, and a thousand req
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +42,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.integrations.vllm_connector import register
+from rig.arithmetic import HEAD_SIZE, HEADS, LAYERS, Numbers, chain_of, kv_of
 
-HEADS, HEAD_SIZE, LAYERS = 4, 64, 2  # as rig.model has it, but for the layers
 DEAD = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
 torch.set_num_threads(1)  # tiny tensors: handing them to other threads takes longer than they do
@@ -50,7 +51,9 @@ torch.set_num_threads(1)  # tiny tensors: handing them to other threads takes lo
 
 class _Layer:
     isa = "vec"
-    _k_scale_float = _v_scale_float = 1.0
+
+    def __init__(self, scales: tuple[float, float]) -> None:
+        self._k_scale_float, self._v_scale_float = scales
 
     @staticmethod
     def get_attn_backend() -> Any:
@@ -65,31 +68,14 @@ def prefill_params(**more: Any) -> dict[str, Any]:
     return {**DEAD, **nothing, **more}
 
 
-def _chain(tokens: list[int]) -> torch.Tensor:
-    """Return for each token a number that depends on it and on all before it."""
-    state, numbers = 17, []
-    for token in tokens:
-        state = (state * 31 + token + 1) % 1000003
-        numbers.append(state)
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _kv(chain: torch.Tensor, layer: int, plane: int) -> torch.Tensor:
-    """Return K or V ``[token, head, content]`` of these tokens."""
-    head = torch.arange(HEADS).view(1, -1, 1) * 131
-    content = torch.arange(HEAD_SIZE).view(1, 1, -1) * 17
-    factor = 2 * layer + plane + 1
-    return ((chain.view(-1, 1, 1) * factor + head + content) % 4093 + 1).to(torch.float32)
-
-
 class _Rank:
-    """One tensor parallel rank: its connector and its share of the KV memory."""
+    """A tensor parallel rank of a pipeline stage: its connector and its share of the KV memory."""
 
     def __init__(
         self,
         config: VllmConfig,
         kv_cache: KVCacheConfig,
-        layers: list[list[str]],
+        numbers: Numbers,
         rank: int,
         tp: int,
     ) -> None:
@@ -97,14 +83,16 @@ class _Rank:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         each = HEADS // tp
-        self.heads = slice(rank * each, (rank + 1) * each)
-        self._block_size = config.cache_config.block_size
+        self.heads = slice(rank % tp * each, (rank % tp + 1) * each)
+        self._block_size, self._numbers = config.cache_config.block_size, numbers
         shape = (kv_cache.num_blocks, each, self._block_size, 2 * HEAD_SIZE)
         self.kv = {}
-        for name in itertools.chain(*layers):
-            config.compilation_config.static_forward_context[name] = _Layer()
+        for name in itertools.chain(*(group.layer_names for group in kv_cache.kv_cache_groups)):
+            layers = config.compilation_config.static_forward_context
+            layers[name] = _Layer(numbers.scales)
             # Poison: nobody may use what was never written.
-            self.kv[name] = torch.full(shape, -7.0)
+            poison = torch.full(shape, -7.0).to(numbers.held)
+            self.kv[name] = poison.view(numbers.stored)
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
         self.worker.register_kv_caches(self.kv)
 
@@ -122,14 +110,26 @@ class _Rank:
             kv_connector_stats=stats,
         )
 
+    def write(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write K and V ``[token, head, content]`` of all heads: this rank's go into its blocks."""
+        kv = self.kv[name]
+        keys, values = kv.view(*kv.shape[:2], 2 * self._block_size, HEAD_SIZE).chunk(2, dim=2)
+        model = getattr(torch, self._numbers.model)
+        mine = (each[:, self.heads].to(model).contiguous() for each in (key, value))
+        k_scale, v_scale = self._numbers.scales
+        ops.cpu_attn_reshape_and_cache(
+            *mine, keys, values, slots, "vec", k_scale, v_scale, self._numbers.cache
+        )
+
     def read(self, name: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V ``[token, head, content]`` of a block, as the kernel "vec" packs them."""
         heads = self.kv[name].shape[1]
-        flat = self.kv[name][block].reshape(heads, -1)
+        flat = self.kv[name][block].view(self._numbers.held).reshape(heads, -1).to(torch.float32)
         half = self._block_size * HEAD_SIZE
         keys = flat[:, :half].view(heads, HEAD_SIZE, self._block_size)
         values = flat[:, half:].view(heads, self._block_size, HEAD_SIZE)
-        return keys.permute(2, 0, 1), values.permute(1, 0, 2)
+        k_scale, v_scale = self._numbers.scales
+        return keys.permute(2, 0, 1) * k_scale, values.permute(1, 0, 2) * v_scale
 
 
 class Engine:
@@ -148,17 +148,22 @@ class Engine:
         max_batched_tokens: int = 512,
         windows: tuple[int | None, ...] = (None,),
         tp: int = 1,
+        pp: int = 1,
+        numbers: Numbers = Numbers(),  # noqa: B008 - it is frozen
+        lookahead: int = 0,
         engine_id: str | None = None,
         transfer: KVTransferConfig | None = None,
     ) -> None:
         register()
-        model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=4096)
+        model_config = ModelConfig(
+            model=str(model), dtype=numbers.model, seed=0, max_model_len=4096
+        )
         engine_id = engine_id or f"{role}-{next(_numbers)}"
         self.config = VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
                 block_size=block_size,
-                cache_dtype="auto",
+                cache_dtype=numbers.cache,
                 enable_prefix_caching=prefix_caching,
             ),
             scheduler_config=SchedulerConfig(
@@ -182,7 +187,8 @@ class Engine:
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.config.parallel_config.tensor_parallel_size = tp
-        self.block_size, self.windows = block_size, windows
+        self.config.parallel_config.pipeline_parallel_size = pp
+        self.block_size, self.windows, self.numbers = block_size, windows, numbers
         self.layers = [
             [f"model.layers.{group * LAYERS + layer}.attn" for layer in range(LAYERS)]
             for group in range(len(windows))
@@ -191,7 +197,7 @@ class Engine:
             "block_size": block_size,
             "num_kv_heads": HEADS // tp,
             "head_size": HEAD_SIZE,
-            "dtype": torch.float32,
+            "dtype": numbers.stored,
         }
         kv_cache = KVCacheConfig(
             num_blocks=num_blocks,
@@ -213,18 +219,36 @@ class Engine:
             block_size=block_size,
             log_stats=True,
         )
+        self.scheduler.num_lookahead_tokens = lookahead
         self.connector = self.scheduler.connector
-        self.ranks = [_Rank(self.config, kv_cache, self.layers, rank, tp) for rank in range(tp)]
-        self.worker, self.kv = self.ranks[0].worker, self.ranks[0].kv
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, at): rank.worker.get_handshake_metadata() for at, rank in enumerate(self.ranks)}
-        )
-        self._aggregator = KVOutputAggregator(tp)
+        self._kv_cache, self._tp, self._pp = kv_cache, tp, pp
+        self.ranks: list[_Rank] = []
+        self.start_workers()
+        self._aggregator = KVOutputAggregator(tp * pp)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.wrong: list[str] = []
         self.answers: dict[str, dict[str, Any]] = {}
         self.stats: dict[str, Any] = {}
+
+    def start_workers(self) -> None:
+        """Make the ranks, and introduce them to the scheduler."""
+        each = LAYERS // self._pp
+        for rank in range(self._tp * self._pp):
+            first = rank // self._tp * each
+            groups = [
+                dataclasses.replace(group, layer_names=group.layer_names[first : first + each])
+                for group in self._kv_cache.kv_cache_groups
+            ]
+            kv_cache = dataclasses.replace(self._kv_cache, kv_cache_groups=groups)
+            self.ranks.append(_Rank(self.config, kv_cache, self.numbers, rank, self._tp))
+        self.worker, self.kv = self.ranks[0].worker, self.ranks[0].kv
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {
+                divmod(at, self._tp): rank.worker.get_handshake_metadata()
+                for at, rank in enumerate(self.ranks)
+            }
+        )
 
     # --- requests ---
 
@@ -324,40 +348,28 @@ class Engine:
             # The scheduler has counted this step's tokens already.
             begin = request.num_computed_tokens - count
             tokens = list(request.all_token_ids)
-            chain = _chain(tokens)
+            chain = chain_of(tokens)
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
             self._check(name, chain, blocks, begin)
             work.append((name, begin, begin + count, chain, blocks, len(tokens)))
         for group, names in enumerate(self.layers):
-            for layer, layer_name in enumerate(names):
-                for rank in self.ranks if work else ():
-                    for _, begin, end, chain, blocks, _ in work:
-                        self._write(rank, layer_name, layer, chain, blocks[group], begin, end)
-                    rank.worker.save_kv_layer(layer_name, rank.kv[layer_name], None)
+            for (layer, name), rank in itertools.product(enumerate(names), self.ranks):
+                if not work or name not in rank.kv:
+                    continue
+                for _, begin, end, chain, blocks, _ in work:
+                    positions = torch.arange(begin, end)
+                    slots = torch.tensor(blocks[group])[positions // self.block_size]
+                    slots = slots * self.block_size + positions % self.block_size
+                    key, value = (
+                        kv_of(chain[begin:end], layer, plane, self.numbers.levels)
+                        for plane in range(2)
+                    )
+                    rank.write(name, key, value, slots)
+                rank.worker.save_kv_layer(name, rank.kv[name], None)
         return {
             name: [int(chain[end - 1]) % 509 + 3] if end == total else []
             for name, _, end, chain, _, total in work
         }
-
-    def _write(
-        self,
-        rank: _Rank,
-        name: str,
-        layer: int,
-        chain: torch.Tensor,
-        blocks: list[int],
-        begin: int,
-        end: int,
-    ) -> None:
-        positions = torch.arange(begin, end)
-        slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size
-        slots += positions % self.block_size
-        kv = rank.kv[name]
-        keys, values = kv.view(*kv.shape[:2], 2 * self.block_size, HEAD_SIZE).chunk(2, dim=2)
-        key, value = (
-            _kv(chain[begin:end], layer, plane)[:, rank.heads].contiguous() for plane in range(2)
-        )
-        ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, "vec")
 
     def _check(
         self, request: str, chain: torch.Tensor, blocks: tuple[list[int], ...], end: int
@@ -370,8 +382,11 @@ class Engine:
                 stop = min(end, (at + 1) * self.block_size)
                 inside = slice(begin - at * self.block_size, stop - at * self.block_size)
                 for (layer, name), rank in itertools.product(enumerate(names), self.ranks):
+                    if name not in rank.kv:
+                        continue
                     for plane, found in enumerate(rank.read(name, blocks[group][at])):
-                        wanted = _kv(chain[begin:stop], layer, plane)[:, rank.heads]
+                        wanted = kv_of(chain[begin:stop], layer, plane, self.numbers.levels)
+                        wanted = wanted[:, rank.heads]
                         if not torch.equal(found[inside], wanted):
                             self.wrong.append(
                                 f"{request}: {'kv'[plane]} of {name}, tokens {begin} to {stop}"
@@ -381,11 +396,3 @@ class Engine:
         for rank in self.ranks:
             rank.worker.shutdown()
         self.scheduler.shutdown()
-
-
-def expected(tokens: list[int], count: int) -> list[int]:
-    """Return the tokens that the arithmetic model generates."""
-    found = list(tokens)
-    for _ in range(count):
-        found.append(int(_chain(found)[-1]) % 509 + 3)
-    return found[len(tokens) :]

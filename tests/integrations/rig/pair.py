@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rig.arithmetic import expected
 from rig.engines import prompt as prompt
-from rig.fake import Engine, expected, prefill_params
+from rig.fake import Engine, prefill_params
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 
