@@ -28,14 +28,14 @@ class Relay:
 
     def through(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return kv_transfer_params whose agents are reached through this relay."""
-        tickets = {}
-        for key, ticket in params["kvxfer"]["tickets"].items():
+        agents = {}
+        for key, ticket in params["kvxfer"]["agents"].items():
             parsed = parse_ticket(ticket, None)
             (agent,) = parsed.agents
             host, port = agent.address.rsplit(":", 1)
             self._target = host, int(port)
             here = dataclasses.replace(agent, address=self.address)
-            tickets[key] = issue_ticket(
+            agents[key] = issue_ticket(
                 parsed.offer_id,
                 [here],
                 num_tokens=parsed.num_tokens,
@@ -43,7 +43,7 @@ class Relay:
                 generation=parsed.generation,
                 model=parsed.model,
             )
-        return {**params, "kvxfer": {**params["kvxfer"], "tickets": tickets}}
+        return {**params, "kvxfer": {**params["kvxfer"], "agents": agents}}
 
     def close(self) -> None:
         self._listening.close()
