@@ -1,0 +1,10 @@
+# Fuzz targets for libFuzzer, which comes with clang: tools/fuzz.sh builds and runs them.
+if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  message(FATAL_ERROR "The fuzz targets need clang and its libFuzzer; this is ${CMAKE_CXX_COMPILER}.")
+endif()
+foreach(name messages endpoint chunk engine)
+  add_executable(kvxfer_fuzz_${name} tests/cpp/fuzz/${name}.cc)
+  target_include_directories(kvxfer_fuzz_${name} PRIVATE csrc tests/cpp/fuzz)
+  target_link_libraries(kvxfer_fuzz_${name} PRIVATE kvxfer_core)
+  target_link_options(kvxfer_fuzz_${name} PRIVATE -fsanitize=fuzzer)
+endforeach()
