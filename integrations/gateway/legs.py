@@ -14,7 +14,7 @@ import aiohttp
 
 from .engines import Engine
 from .metrics import Metrics
-from .prompts import PARAMS, Call, Measure, prefill_body
+from .prompts import PARAMS, Call, Measure, decode_body, prefill_body
 from .settings import Settings
 
 MOST_READ = 16 << 20
@@ -196,7 +196,6 @@ class Legs:
         LegError
             It failed before anything of an answer came.
         """
-        body = call.body if params is None else {**call.body, PARAMS: params}
         local = 0 if params is not None else uncached
         began, done = self._now(), 0
         engine.breaker.begin()
@@ -208,7 +207,8 @@ class Legs:
         answer = None
         try:
             answer = await asyncio.wait_for(
-                self._first(call, engine, body), self._settings.first_byte_timeout
+                self._first(call, engine, decode_body(call, params)),
+                self._settings.first_byte_timeout,
             )
             done = local if answer.response.status == 200 else 0
         except asyncio.CancelledError:
@@ -228,18 +228,16 @@ class Legs:
             engine.index.add(call.hashes)
         return answer
 
-    async def _json(self, call: Call, engine: Engine, body: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    async def _json(self, call: Call, engine: Engine, body: bytes) -> Any:  # noqa: ANN401
         async with self.session.post(
-            engine.at(call.path), data=json.dumps(body).encode(), headers=call.headers
+            engine.at(call.path), data=body, headers=call.headers
         ) as response:
             if response.status != 200:
                 raise await self._status(engine, response)
             return json.loads(await response.read())
 
-    async def _first(self, call: Call, engine: Engine, body: Mapping[str, Any]) -> Answer:
-        response = await self.session.post(
-            engine.at(call.path), data=json.dumps(body).encode(), headers=call.headers
-        )
+    async def _first(self, call: Call, engine: Engine, body: bytes) -> Answer:
+        response = await self.session.post(engine.at(call.path), data=body, headers=call.headers)
         try:
             if response.status >= 500 or response.status == 429:
                 raise await self._status(engine, response)

@@ -7,7 +7,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .prefix_index import chain
@@ -19,6 +19,18 @@ TOKEN_BYTES = 4
 
 MEDIA_TOKENS = 256
 """Taken for an image or the like: what it really is, only the engine's processor knows."""
+
+_OWN = (
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "best_of",
+    PARAMS,
+)
+"""What each leg has for itself."""
 
 _FULL_MEDIA = MEDIA_TOKENS * TOKEN_BYTES // 32
 
@@ -57,6 +69,8 @@ class Call:
     """Tokens for which each of the hashes stands."""
 
     whole: Whole | None = None
+    common: list[bytes] = field(default_factory=list, compare=False, repr=False)
+    """The part of the body that both legs share, encoded, once it was needed."""
 
     def cached(self, blocks: int) -> int:
         """Return the tokens that so many blocks are."""
@@ -142,16 +156,31 @@ def refuse(body: Mapping[str, Any]) -> None:
             )
 
 
-def prefill_body(call: Call, params: Mapping[str, Any]) -> dict[str, Any]:
+def prefill_body(call: Call, params: Mapping[str, Any]) -> bytes:
     """Return what a prefill engine is asked: the same prompt, for one token."""
-    body = {**call.body, "stream": False, "max_tokens": 1, PARAMS: params}
-    for name in ("stream_options", "min_tokens", "best_of"):
-        body.pop(name, None)
-    if "n" in body:
-        body["n"] = 1
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
-    return body
+    own: dict[str, Any] = {"stream": False, "max_tokens": 1, PARAMS: params}
+    for name in ("n", "max_completion_tokens"):
+        if name in call.body:
+            own[name] = 1
+    return _encoded(call, own)
+
+
+def decode_body(call: Call, params: Mapping[str, Any] | None) -> bytes:
+    """Return what a decode engine is asked: what the client asked, and where the KV is."""
+    own = {name: call.body[name] for name in _OWN if name in call.body}
+    own.pop(PARAMS, None)
+    if params is not None:
+        own[PARAMS] = params
+    return _encoded(call, own)
+
+
+def _encoded(call: Call, own: Mapping[str, Any]) -> bytes:
+    """Return a leg's body. What both legs have in common, the long part, is encoded once."""
+    if not call.common:
+        common = {name: value for name, value in call.body.items() if name not in _OWN}
+        call.common.append(json.dumps(common).encode()[:-1])
+    head, tail = call.common[0], json.dumps(own).encode()[1:]
+    return head + (b", " if len(head) > 1 and len(tail) > 1 else b"") + tail
 
 
 def _streams(body: Mapping[str, Any]) -> bool:

@@ -16,7 +16,15 @@ from kvxfer.integrations.gateway.breaker import MOST_COOLDOWN, Breaker
 from kvxfer.integrations.gateway.legs import clients_fault
 from kvxfer.integrations.gateway.monitor import Reprefills
 from kvxfer.integrations.gateway.prefix_index import PrefixIndex, chain
-from kvxfer.integrations.gateway.prompts import CHAT, COMPLETIONS, BadRequestError, Measure, Whole
+from kvxfer.integrations.gateway.prompts import (
+    CHAT,
+    COMPLETIONS,
+    BadRequestError,
+    Measure,
+    Whole,
+    decode_body,
+    prefill_body,
+)
 from kvxfer.integrations.gateway.rates import GapMeter, LinkMeter, RateMeter
 from kvxfer.serving.prometheus import parse
 
@@ -327,3 +335,25 @@ async def test_admission_loses_no_place_to_those_who_leave() -> None:
             chance.choice(tasks).cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert admission.inside == admission.waiting == 0
+
+
+@given(
+    st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=9), max_size=4),
+    st.dictionaries(
+        st.sampled_from(["stream", "n", "max_tokens", "max_completion_tokens", "min_tokens"]),
+        st.integers(1, 9),
+    ),
+)
+def test_legs_say_what_the_client_said(body, own) -> None:
+    body = {name: value for name, value in body.items() if name not in ("model", "vllm_xargs")}
+    asked = {**body, **own}
+    call = Measure(16).call(COMPLETIONS, asked, {})
+    assert json.loads(decode_body(call, None)) == asked
+    assert json.loads(decode_body(call, {"a": 1})) == {**asked, "kv_transfer_params": {"a": 1}}
+    first = json.loads(prefill_body(call, {"b": 2}))
+    assert first.pop("kv_transfer_params") == {"b": 2}
+    assert first.pop("stream") is False
+    assert first.pop("max_tokens") == 1
+    for name in ("n", "max_completion_tokens"):
+        assert first.pop(name, None) == (1 if name in own else None)
+    assert first == {name: value for name, value in body.items() if name not in own}
