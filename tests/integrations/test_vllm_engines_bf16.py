@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,15 @@ LENGTHS = (2, 31, 32, 33, 64, 100, 333, 1000, 3000)
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` installs it")
-    from rig import engines, load
+    from rig import engines, load, overlap
     from rig.model import write_model
 
     logs = tmp_path_factory.mktemp("bfloat16")
     model = write_model(logs / "model", dtype="bfloat16")
     single = engines.start_engine(model, logs / "single.log", dtype="bfloat16", core="0")
-    p = engines.start_engine(
-        model, logs / "prefill.log", dtype="bfloat16", role="kv_producer", core="0"
-    )
-    d = engines.start_engine(
-        model, logs / "decode.log", dtype="bfloat16", role="kv_consumer", core="1"
-    )
+    shared: dict[str, Any] = {"dtype": "bfloat16"}
+    p = overlap.start_traced(model, logs, "prefill", role="kv_producer", core="0", **shared)
+    d = overlap.start_traced(model, logs, "decode", role="kv_consumer", core="1", **shared)
     serial = engines.start_proxy(logs / "serial.log", p, d, "serial")
     concurrent = engines.start_proxy(logs / "concurrent.log", p, d, "concurrent")
     with engines.running(single, p, d, serial, concurrent):
@@ -41,6 +39,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             idle=engines.wait_idle,
             prompt=engines.prompt,
             load=load,
+            traced=lambda since: overlap.read(logs, "prefill", "decode", since),
         )
 
 
@@ -61,3 +60,18 @@ def test_pair_equals_single_engine(rig: Any) -> None:
     rig.idle(rig.d)
     assert rig.d.metric("vllm:kvxfer_loads_total") == len(answers)
     assert rig.d.metric("vllm:kvxfer_failures_total") == 0
+
+
+def test_layers_are_sent_while_others_are_computed(rig: Any) -> None:
+    rig.ask(rig.concurrent.port, rig.prompt(40, "warm"))
+    early = []
+    for attempt in range(3):  # a process that got no core for long proves nothing
+        since = time.monotonic()
+        rig.ask(rig.concurrent.port, rig.prompt(2000, f"overlap {attempt}"), max_tokens=1)
+        rig.idle(rig.d)
+        overlap = rig.traced(since)
+        print(overlap.table())
+        early.append(overlap.early)
+        if early[-1] >= 0.5:
+            return
+    pytest.fail(f"only {early} had arrived when the last layer was written")
