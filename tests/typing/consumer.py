@@ -45,6 +45,16 @@ def outcome(agent: kvxfer.Agent, ticket: kvxfer.Ticket, cache: kvxfer.Cache) -> 
     return "running" if status is None else status.name
 
 
+def shared(agent: kvxfer.Agent, ticket: kvxfer.Ticket, cache: kvxfer.Cache, rank: int) -> None:
+    ranks = kvxfer.Ranks(own=rank, heads=[(0, 4), (4, 8)], layers=[("a",), ("a",)])
+    fetch = agent.fetch(ticket, cache, range(4), ranks=ranks)
+    fetch.cancel(done=True)
+    declined: kvxfer.Fetch = agent.decline(ticket, cache, ranks=ranks, timeout=5.0)
+    declined.wait()
+    rates: kvxfer.CodecRates = kvxfer.codec_rates()
+    print(rates.encode / rates.pack, kvxfer.__version__.upper())
+
+
 def known() -> dict[str, str]:
     found: dict[str, kvxfer.CodecInfo] = kvxfer.codecs()
     return {name: codec.about for name, codec in found.items()}

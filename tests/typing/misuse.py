@@ -12,6 +12,10 @@ def mistakes(agent: kvxfer.Agent, cache: kvxfer.Cache, ticket: kvxfer.Ticket) ->
     agent.fetch(ticket, "cache", [1])  # type: ignore[arg-type]
     agent.fetch("ticket", cache, [1])  # type: ignore[arg-type]
     agent.fetch(ticket, cache, [1], tokens=(0, 10))  # type: ignore[arg-type]
+    agent.fetch(ticket, cache, [1], ranks=2)  # type: ignore[arg-type]
+    agent.decline(ticket, cache, 5.0)  # type: ignore[call-arg, arg-type]
+    agent.reject(ticket, 7)  # type: ignore[arg-type]
+    kvxfer.Agnet("x")  # type: ignore[attr-defined]
     agent.register({"layer.0": None})  # type: ignore[arg-type]
     kvxfer.Cache(["layer.0"])  # type: ignore[arg-type]
     kvxfer.Config("tcp")  # type: ignore[call-arg]
@@ -20,6 +24,7 @@ def mistakes(agent: kvxfer.Agent, cache: kvxfer.Cache, ticket: kvxfer.Ticket) ->
 
 
 def results(fetch: kvxfer.Fetch, offer: kvxfer.Offer) -> None:
+    fetch.cancel(True)  # type: ignore[call-arg]
     fetch.done = True  # type: ignore[misc]
     offer.released()  # type: ignore[operator]
     name: str = fetch.status  # type: ignore[assignment]
