@@ -30,8 +30,8 @@ uint64_t limit_piece(uint64_t bytes) {
 }
 
 template <class Visit>
-void for_each_run(const CopyPlan& plan, Visit visit) {
-  RunCursor cursor(plan, 0, plan.wire_bytes());
+void for_each_run(const CopyPlan& plan, uint64_t begin, uint64_t end, Visit visit) {
+  RunCursor cursor(plan, begin, end);
   std::array<Run, kRuns> runs;
   while (const size_t count = cursor.fill(runs)) {
     for (size_t i = 0; i < count; ++i) visit(runs[i]);
@@ -46,10 +46,10 @@ Divider make_divider(uint32_t divisor) {
   return {static_cast<uint32_t>((uint64_t{1} << shift) / divisor + 1), shift};
 }
 
-RawTable::RawTable(const CopyPlan& plan) {
+RawTable::RawTable(const CopyPlan& plan, uint64_t begin, uint64_t end) : begin_(begin) {
   uint64_t common = 0;
   uint64_t alignment = 16;
-  for_each_run(plan, [&](const Run& run) {
+  for_each_run(plan, begin, end, [&](const Run& run) {
     common = std::gcd(common, run.bytes);
     alignment |= reinterpret_cast<uintptr_t>(run.address);
     if (run.count > 1) alignment |= static_cast<uint64_t>(run.stride);
@@ -59,8 +59,8 @@ RawTable::RawTable(const CopyPlan& plan) {
   alignment_ = uint64_t{1} << std::countr_zero(alignment | piece);
   piece_bytes_ = static_cast<uint32_t>(piece);
   divider_ = make_divider(piece_bytes_);
-  pieces_.reserve(plan.wire_bytes() / piece);
-  for_each_run(plan, [&](const Run& run) {
+  pieces_.reserve((end - begin) / piece);
+  for_each_run(plan, begin, end, [&](const Run& run) {
     for (uint64_t i = 0; i < run.count; ++i) {
       const uint64_t begin = reinterpret_cast<uintptr_t>(run.address) +
                              static_cast<uint64_t>(static_cast<int64_t>(i) * run.stride);
@@ -70,27 +70,29 @@ RawTable::RawTable(const CopyPlan& plan) {
 }
 
 uint32_t RawTable::width(uint64_t begin, uint64_t end) const {
-  const uint64_t all = alignment_ | begin | end;
+  const uint64_t all = alignment_ | (begin - begin_) | (end - begin_);
   return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
 }
 
 RawChunk RawTable::chunk(uint64_t begin, uint64_t end, uint64_t wire,
                          uint64_t device_pieces) const {
-  if (begin > end || end > pieces_.size() * uint64_t{piece_bytes_} ||
-      end - begin >= kMostChunkBytes || wire % 16 != 0) {
+  const uint64_t all = pieces_.size() * uint64_t{piece_bytes_};
+  if (begin < begin_ || begin > end || end > begin_ + all || end - begin >= kMostChunkBytes ||
+      wire % 16 != 0) {
     throw Error(StatusCode::kInvalid,
                 "a chunk of wire bytes [" + std::to_string(begin) + ", " + std::to_string(end) +
                     ") at address " + std::to_string(wire) +
-                    " cannot be moved by a GPU: the plan "
-                    "has " +
-                    std::to_string(pieces_.size() * uint64_t{piece_bytes_}) +
-                    " bytes, a chunk less than 2^30, and its address has to be a multiple of 16");
+                    " cannot be moved by a GPU: the table is of [" + std::to_string(begin_) + ", " +
+                    std::to_string(begin_ + all) +
+                    "), a chunk has less than 2^30 bytes, and its address has to be a multiple of "
+                    "16");
   }
   RawChunk chunk;
   chunk.wire = wire;
-  chunk.pieces = device_pieces + begin / piece_bytes_ * sizeof(uint64_t);
+  const uint64_t at = begin - begin_;
+  chunk.pieces = device_pieces + at / piece_bytes_ * sizeof(uint64_t);
   chunk.bytes = static_cast<uint32_t>(end - begin);
-  chunk.phase = static_cast<uint32_t>(begin % piece_bytes_);
+  chunk.phase = static_cast<uint32_t>(at % piece_bytes_);
   chunk.piece_bytes = piece_bytes_;
   chunk.divider = divider_;
   return chunk;

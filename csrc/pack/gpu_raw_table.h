@@ -12,11 +12,13 @@ namespace kvxfer::gpu {
 
 Divider make_divider(uint32_t divisor);  // 0 < divisor < 2^31
 
-// The memory of a copy plan in pieces of one size, the largest that all its runs are multiples of.
-// The caller copies pieces() to the device once, and launches chunks of the plan against it.
+// The memory of wire bytes [begin, end) of a copy plan, both on row boundaries, in pieces of one
+// size: the largest that all their runs are multiples of. The caller copies pieces() to the device,
+// and launches chunks of the range against it.
 class RawTable {
  public:
-  explicit RawTable(const CopyPlan& plan);
+  RawTable(const CopyPlan& plan, uint64_t begin, uint64_t end);
+  explicit RawTable(const CopyPlan& plan) : RawTable(plan, 0, plan.wire_bytes()) {}
 
   const std::vector<uint64_t>& pieces() const { return pieces_; }
   uint32_t piece_bytes() const { return piece_bytes_; }
@@ -25,11 +27,12 @@ class RawTable {
   // Chunks of one launch take the narrowest of theirs.
   uint32_t width(uint64_t begin, uint64_t end) const;
 
-  // Wire bytes [begin, end), both on row boundaries and less than 2^30 apart. `device_pieces` is
+  // Wire bytes [begin, end) of the plan, less than 2^30 apart. `device_pieces` is
   // where pieces() lies on the device, and `wire` where the chunk goes to, aligned to 16.
   RawChunk chunk(uint64_t begin, uint64_t end, uint64_t wire, uint64_t device_pieces) const;
 
  private:
+  uint64_t begin_;
   std::vector<uint64_t> pieces_;
   uint32_t piece_bytes_ = 1;
   uint64_t alignment_ = 16;  // of all addresses and pieces; a power of two

@@ -1,0 +1,123 @@
+#ifndef KVXFER_DEVICE_GPU_RUNTIME_H_
+#define KVXFER_DEVICE_GPU_RUNTIME_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/unique_fd.h"
+
+namespace kvxfer {
+
+enum class GpuVendor : uint8_t { kNvidia, kAmd };
+
+// Memory that a GPU's runtime knows.
+struct GpuMemory {
+  enum class Kind : uint8_t { kDevice, kManaged, kHost };
+  Kind kind = Kind::kDevice;
+  int device = 0;
+  uint64_t base = 0;  // of the allocation that the address is in
+  uint64_t bytes = 0;
+};
+
+// A file descriptor that RDMA NICs can register the memory behind: [offset, offset + bytes) in it.
+struct DmaBuf {
+  UniqueFd fd;
+  uint64_t offset = 0;
+};
+
+// The calls of CUDA's driver and of HIP that are used here, under one set of names. All but those
+// that take a device work on the device that is current on the calling thread: see CurrentDevice.
+// Thread-safe. Errors throw Error(kNoResources) with the call, and the runtime's name and text for
+// what went wrong. Handles are the runtime's own.
+class GpuRuntime {
+ public:
+  using Stream = void*;
+  using Event = void*;
+  using Module = void*;
+  using Function = void*;
+
+  virtual ~GpuRuntime() = default;
+
+  virtual GpuVendor vendor() const = 0;
+  // As "CUDA 13.0 (libcuda.so.1)".
+  virtual std::string name() const = 0;
+  virtual int device_count() = 0;
+  // As in sysfs, "0000:3b:00.0", lower case.
+  virtual std::string pci_address(int device) = 0;
+
+  // Makes a device current; returns what restore_device() takes.
+  virtual void* set_device(int device) = 0;
+  virtual void restore_device(void* before) noexcept = 0;
+
+  // Nothing where the runtime does not know the address: memory of the host.
+  virtual std::optional<GpuMemory> find_memory(const void* address) = 0;
+  virtual uint64_t allocate(size_t bytes) = 0;
+  virtual void free(uint64_t address) noexcept = 0;
+  // Memory of the host that the device can be copied to and from at full speed.
+  virtual void* allocate_host(size_t bytes) = 0;
+  virtual void free_host(void* address) noexcept = 0;
+  // Pins memory of ours, for the same.
+  virtual void register_host(void* address, size_t bytes) = 0;
+  virtual void unregister_host(void* address) noexcept = 0;
+  // Throws where the platform can't, naming what is missing. `address` may lie anywhere in an
+  // allocation.
+  virtual DmaBuf export_dmabuf(uint64_t address, size_t bytes) = 0;
+
+  // Does not wait for the default stream.
+  virtual Stream create_stream() = 0;
+  virtual void destroy_stream(Stream stream) noexcept = 0;
+  virtual Event create_event() = 0;
+  virtual void destroy_event(Event event) noexcept = 0;
+  virtual void record(Event event, Stream stream) = 0;
+  virtual void wait(Stream stream, Event event) = 0;  // the stream waits, this thread does not
+  // Sleeps until what was recorded has happened.
+  virtual void synchronize(Event event) = 0;
+
+  virtual void copy(void* to, const void* from, size_t bytes, Stream stream) = 0;
+  virtual void set(uint64_t to, uint8_t value, size_t bytes, Stream stream) = 0;
+  // `rows` rows of `bytes` bytes, `pitch` apart.
+  virtual void set_rows(uint64_t to, size_t pitch, uint8_t value, size_t bytes, size_t rows,
+                        Stream stream) = 0;
+
+  // Throws where the code is for other devices, too.
+  virtual Module load_module(const void* code) = 0;
+  virtual void unload_module(Module module) noexcept = 0;
+  virtual Function find_function(Module module, const char* name) = 0;
+  // `arguments` are addresses of the kernel's arguments.
+  virtual void launch(Function function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
+                      void** arguments, Stream stream) = 0;
+};
+
+// A runtime, or why there is none.
+struct GpuSearch {
+  std::unique_ptr<GpuRuntime> runtime;
+  std::string why_not;
+};
+
+// Loads a vendor's library: what KVXFER_CUDA_LIBRARY or KVXFER_HIP_LIBRARY names, else the
+// system's. Without one, or without a device, there is a reason instead.
+GpuSearch load_gpu_runtime(GpuVendor vendor);
+
+// The same, loaded once for the process.
+const GpuSearch& gpu_runtime(GpuVendor vendor);
+
+// A device that is current on this thread for the time of this object's life.
+class CurrentDevice {
+ public:
+  CurrentDevice(GpuRuntime& runtime, int device)
+      : runtime_(runtime), before_(runtime.set_device(device)) {}
+  ~CurrentDevice() { runtime_.restore_device(before_); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  GpuRuntime& runtime_;
+  void* before_;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_DEVICE_GPU_RUNTIME_H_

@@ -1,0 +1,309 @@
+// HIP's runtime API, of ROCm 5 to 7. Declared here rather than included: structs of its headers
+// changed with ROCm 6, so only calls are used that take none.
+
+#include <array>
+#include <cctype>
+#include <vector>
+
+#include "device/gpu_library.h"
+
+namespace kvxfer {
+namespace {
+
+using Result = int;
+
+constexpr Result kSuccess = 0;
+constexpr Result kInvalidValue = 1;  // what hipPointerGetAttribute says of memory unknown to it
+constexpr int kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerDevice = 9;
+constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
+constexpr int kHandleDmaBufFd = 1;
+constexpr unsigned kPortable = 1;
+constexpr unsigned kNonBlocking = 1;
+constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;
+constexpr int kCopyDefault = 4;  // hipMemcpyDefault: by the addresses
+// Until ROCm 6 hipMemoryType counted host memory as 0 and device memory as 1.
+constexpr int kVersionOfNewMemoryTypes = 60000000;
+
+struct Calls {
+  Result (*init)(unsigned flags) = nullptr;
+  Result (*runtime_version)(int* version) = nullptr;
+  const char* (*error_name)(Result code) = nullptr;
+  const char* (*error_string)(Result code) = nullptr;
+  Result (*last_error)() = nullptr;
+  Result (*device_count)(int* count) = nullptr;
+  Result (*get_device)(int* device) = nullptr;
+  Result (*set_device)(int device) = nullptr;
+  Result (*pci_bus_id)(char* text, int bytes, int device) = nullptr;
+  Result (*pointer_attribute)(void* data, int attribute, void* address) = nullptr;
+  Result (*memory_alloc)(void** address, size_t bytes) = nullptr;
+  Result (*memory_free)(void* address) = nullptr;
+  Result (*host_alloc)(void** address, size_t bytes, unsigned flags) = nullptr;
+  Result (*host_free)(void* address) = nullptr;
+  Result (*host_register)(void* address, size_t bytes, unsigned flags) = nullptr;
+  Result (*host_unregister)(void* address) = nullptr;
+  Result (*stream_create)(void** stream, unsigned flags) = nullptr;
+  Result (*stream_destroy)(void* stream) = nullptr;
+  Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
+  Result (*event_create)(void** event, unsigned flags) = nullptr;
+  Result (*event_destroy)(void* event) = nullptr;
+  Result (*event_record)(void* event, void* stream) = nullptr;
+  Result (*event_synchronize)(void* event) = nullptr;
+  Result (*copy_async)(void* to, const void* from, size_t bytes, int kind, void* stream) = nullptr;
+  Result (*set_async)(void* to, int value, size_t bytes, void* stream) = nullptr;
+  Result (*set_rows_async)(void* to, size_t pitch, int value, size_t bytes, size_t rows,
+                           void* stream) = nullptr;
+  Result (*module_load)(void** module, const void* code) = nullptr;
+  Result (*module_unload)(void* module) = nullptr;
+  Result (*module_function)(void** function, void* module, const char* name) = nullptr;
+  Result (*launch)(void* function, unsigned groups_x, unsigned groups_y, unsigned groups_z,
+                   unsigned threads_x, unsigned threads_y, unsigned threads_z,
+                   unsigned shared_bytes, void* stream, void** arguments, void** extra) = nullptr;
+  // Either may be missing.
+  Result (*handle_for_range)(void* handle, void* address, size_t bytes, int type,
+                             unsigned long long flags) = nullptr;
+  int (*export_dmabuf)(const void* address, size_t bytes, int* fd, uint64_t* offset) = nullptr;
+
+  // Returns the name of a function that the library lacks, if any.
+  std::string find(const SharedLibrary& library) {
+    GpuFunctions find(library);
+    find(init, "hipInit");
+    find(runtime_version, "hipRuntimeGetVersion");
+    find(error_name, "hipGetErrorName");
+    find(error_string, "hipGetErrorString");
+    find(last_error, "hipGetLastError");
+    find(device_count, "hipGetDeviceCount");
+    find(get_device, "hipGetDevice");
+    find(set_device, "hipSetDevice");
+    find(pci_bus_id, "hipDeviceGetPCIBusId");
+    find(pointer_attribute, "hipPointerGetAttribute");
+    find(memory_alloc, "hipMalloc");
+    find(memory_free, "hipFree");
+    find(host_alloc, "hipHostMalloc");
+    find(host_free, "hipHostFree");
+    find(host_register, "hipHostRegister");
+    find(host_unregister, "hipHostUnregister");
+    find(stream_create, "hipStreamCreateWithFlags");
+    find(stream_destroy, "hipStreamDestroy");
+    find(stream_wait, "hipStreamWaitEvent");
+    find(event_create, "hipEventCreateWithFlags");
+    find(event_destroy, "hipEventDestroy");
+    find(event_record, "hipEventRecord");
+    find(event_synchronize, "hipEventSynchronize");
+    find(copy_async, "hipMemcpyAsync");
+    find(set_async, "hipMemsetAsync");
+    find(set_rows_async, "hipMemset2DAsync");
+    find(module_load, "hipModuleLoadData");
+    find(module_unload, "hipModuleUnload");
+    find(module_function, "hipModuleGetFunction");
+    find(launch, "hipModuleLaunchKernel");
+    library.find(handle_for_range, "hipMemGetHandleForAddressRange");
+    return find.missing();
+  }
+};
+
+class HipRuntime final : public GpuRuntime {
+ public:
+  HipRuntime(const Calls& calls, const std::string& library) : calls_(calls) {
+    check(calls_.init(0), "hipInit");
+    int version = 0;
+    check(calls_.runtime_version(&version), "hipRuntimeGetVersion");
+    new_memory_types_ = version >= kVersionOfNewMemoryTypes;
+    name_ = "HIP " + std::to_string(version / 10000000) + "." +
+            std::to_string(version / 100000 % 100) + " (" + library + ")";
+  }
+
+  GpuVendor vendor() const override { return GpuVendor::kAmd; }
+  std::string name() const override { return name_; }
+
+  int device_count() override {
+    int count = 0;
+    check(calls_.device_count(&count), "hipGetDeviceCount");
+    return count;
+  }
+
+  std::string pci_address(int device) override {
+    std::array<char, 32> text = {};
+    check(calls_.pci_bus_id(text.data(), static_cast<int>(text.size()), device),
+          "hipDeviceGetPCIBusId");
+    std::string address = text.data();
+    for (char& letter : address) letter = static_cast<char>(std::tolower(letter));
+    return address;
+  }
+
+  void* set_device(int device) override {
+    int before = 0;
+    check(calls_.get_device(&before), "hipGetDevice");
+    check(calls_.set_device(device), "hipSetDevice");
+    return reinterpret_cast<void*>(static_cast<intptr_t>(before));
+  }
+  void restore_device(void* before) noexcept override {
+    calls_.set_device(static_cast<int>(reinterpret_cast<intptr_t>(before)));
+  }
+
+  std::optional<GpuMemory> find_memory(const void* pointer) override {
+    unsigned type = 0;
+    unsigned managed = 0;
+    int device = 0;
+    void* base = nullptr;
+    size_t bytes = 0;
+    const auto ask = [&](void* data, int attribute) {
+      return calls_.pointer_attribute(data, attribute, const_cast<void*>(pointer));
+    };
+    const Result result = ask(&type, kPointerMemoryType);
+    if (result == kInvalidValue) {
+      calls_.last_error();  // or it would come out of a call that has nothing to do with it
+      return std::nullopt;
+    }
+    check(result, "hipPointerGetAttribute");
+    if (new_memory_types_ && type == 0) return std::nullopt;
+    check(ask(&managed, kPointerIsManaged), "hipPointerGetAttribute of IS_MANAGED");
+    check(ask(&device, kPointerDevice), "hipPointerGetAttribute of DEVICE_ORDINAL");
+    check(ask(&base, kPointerRangeStart), "hipPointerGetAttribute of RANGE_START_ADDR");
+    check(ask(&bytes, kPointerRangeSize), "hipPointerGetAttribute of RANGE_SIZE");
+    const unsigned host = new_memory_types_ ? 1 : 0;
+    const auto kind = managed != 0   ? GpuMemory::Kind::kManaged
+                      : type == host ? GpuMemory::Kind::kHost
+                                     : GpuMemory::Kind::kDevice;
+    return GpuMemory{kind, device, reinterpret_cast<uintptr_t>(base), bytes};
+  }
+
+  uint64_t allocate(size_t bytes) override {
+    void* address = nullptr;
+    check(calls_.memory_alloc(&address, bytes), "hipMalloc");
+    return reinterpret_cast<uintptr_t>(address);
+  }
+  void free(uint64_t address) noexcept override {
+    calls_.memory_free(reinterpret_cast<void*>(address));
+  }
+
+  void* allocate_host(size_t bytes) override {
+    void* address = nullptr;
+    check(calls_.host_alloc(&address, bytes, kPortable), "hipHostMalloc");
+    return address;
+  }
+  void free_host(void* address) noexcept override { calls_.host_free(address); }
+  void register_host(void* address, size_t bytes) override {
+    check(calls_.host_register(address, bytes, kPortable), "hipHostRegister");
+  }
+  void unregister_host(void* address) noexcept override { calls_.host_unregister(address); }
+
+  DmaBuf export_dmabuf(uint64_t address, size_t bytes) override {
+    const auto memory = find_memory(reinterpret_cast<const void*>(address));
+    if (!memory || memory->kind != GpuMemory::Kind::kDevice) {
+      throw Error(StatusCode::kInvalid, "no dmabuf of memory that is not on a GPU");
+    }
+    if (address + bytes > memory->base + memory->bytes) {
+      throw Error(StatusCode::kInvalid,
+                  "a dmabuf of " + std::to_string(bytes) +
+                      " bytes would reach over the end of its allocation of " +
+                      std::to_string(memory->bytes) + " bytes");
+    }
+    const CurrentDevice current(*this, memory->device);
+    void* base = reinterpret_cast<void*>(memory->base);
+    int fd = -1;
+    uint64_t offset = 0;
+    // The HSA call comes first, for it says where in the descriptor's memory the allocation is. An
+    // allocator cuts several out of one; registered at offset 0, a NIC reads a neighbour's memory.
+    if (calls_.export_dmabuf != nullptr) {
+      const int result = calls_.export_dmabuf(base, memory->bytes, &fd, &offset);
+      if (result != 0) {
+        throw_gpu_error("hsa_amd_portable_export_dmabuf", result, nullptr,
+                        "the kernel needs CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA");
+      }
+    } else if (calls_.handle_for_range != nullptr) {
+      check(calls_.handle_for_range(&fd, base, memory->bytes, kHandleDmaBufFd, 0),
+            "hipMemGetHandleForAddressRange");
+    } else {
+      throw Error(StatusCode::kNoResources,
+                  name_ + " cannot export dmabufs: it takes ROCm 5.6 with libhsa-runtime64.so.1");
+    }
+    return {UniqueFd(fd), offset + (address - memory->base)};
+  }
+
+  Stream create_stream() override {
+    Stream stream = nullptr;
+    check(calls_.stream_create(&stream, kNonBlocking), "hipStreamCreateWithFlags");
+    return stream;
+  }
+  void destroy_stream(Stream stream) noexcept override { calls_.stream_destroy(stream); }
+  Event create_event() override {
+    Event event = nullptr;
+    check(calls_.event_create(&event, kBlockingSync | kDisableTiming), "hipEventCreateWithFlags");
+    return event;
+  }
+  void destroy_event(Event event) noexcept override { calls_.event_destroy(event); }
+  void record(Event event, Stream stream) override {
+    check(calls_.event_record(event, stream), "hipEventRecord");
+  }
+  void wait(Stream stream, Event event) override {
+    check(calls_.stream_wait(stream, event, 0), "hipStreamWaitEvent");
+  }
+  void synchronize(Event event) override {
+    check(calls_.event_synchronize(event), "hipEventSynchronize");
+  }
+
+  void copy(void* to, const void* from, size_t bytes, Stream stream) override {
+    check(calls_.copy_async(to, from, bytes, kCopyDefault, stream), "hipMemcpyAsync");
+  }
+  void set(uint64_t to, uint8_t value, size_t bytes, Stream stream) override {
+    check(calls_.set_async(reinterpret_cast<void*>(to), value, bytes, stream), "hipMemsetAsync");
+  }
+  void set_rows(uint64_t to, size_t pitch, uint8_t value, size_t bytes, size_t rows,
+                Stream stream) override {
+    check(calls_.set_rows_async(reinterpret_cast<void*>(to), pitch, value, bytes, rows, stream),
+          "hipMemset2DAsync");
+  }
+
+  Module load_module(const void* code) override {
+    Module module = nullptr;
+    check(calls_.module_load(&module, code), "hipModuleLoadData");
+    return module;
+  }
+  void unload_module(Module module) noexcept override { calls_.module_unload(module); }
+  Function find_function(Module module, const char* name) override {
+    Function function = nullptr;
+    check(calls_.module_function(&function, module, name),
+          std::string("hipModuleGetFunction of ") + name);
+    return function;
+  }
+  void launch(Function function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
+              void** arguments, Stream stream) override {
+    check(calls_.launch(function, groups_x, groups_y, 1, threads, 1, 1, 0, stream, arguments,
+                        nullptr),
+          "hipModuleLaunchKernel");
+  }
+
+ private:
+  void check(Result result, const std::string& call) const {
+    if (result == kSuccess) return;
+    calls_.last_error();
+    throw_gpu_error(call, result, calls_.error_name(result), calls_.error_string(result));
+  }
+
+  const Calls calls_;
+  std::string name_;
+  bool new_memory_types_ = true;
+};
+
+}  // namespace
+
+GpuSearch load_hip() {
+  const SharedLibrary library(gpu_library_names(
+      "KVXFER_HIP_LIBRARY", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}));
+  if (!library.found()) return {nullptr, library.problem() + "; it comes with ROCm"};
+  Calls calls;
+  if (const std::string missing = calls.find(library); !missing.empty()) {
+    return {nullptr, library.name() + " has no " + missing + ": update ROCm to 5.6 or newer"};
+  }
+  const SharedLibrary hsa(gpu_library_names("KVXFER_HSA_LIBRARY", {"libhsa-runtime64.so.1"}));
+  hsa.find(calls.export_dmabuf, "hsa_amd_portable_export_dmabuf");
+  try {
+    auto runtime = std::make_unique<HipRuntime>(calls, library.name());
+    if (runtime->device_count() == 0) return {nullptr, runtime->name() + " finds no device"};
+    return {std::move(runtime), ""};
+  } catch (const Error& error) {
+    return {nullptr, error.what()};
+  }
+}
+
+}  // namespace kvxfer

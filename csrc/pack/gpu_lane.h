@@ -1,0 +1,147 @@
+#ifndef KVXFER_PACK_GPU_LANE_H_
+#define KVXFER_PACK_GPU_LANE_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/gpu_runtime.h"
+#include "kvxfer/status.h"
+
+namespace kvxfer {
+
+// Memory of a device, or of the host that a device copies fast, freed at the end.
+class GpuBytes {
+ public:
+  enum class Where : uint8_t { kDevice, kHost };
+
+  GpuBytes(GpuRuntime& runtime, Where where, size_t bytes)
+      : runtime_(runtime), where_(where), size_(bytes) {
+    if (where == Where::kDevice) {
+      address_ = runtime.allocate(bytes);
+    } else {
+      address_ = reinterpret_cast<uintptr_t>(runtime.allocate_host(bytes));
+    }
+  }
+  ~GpuBytes() {
+    if (where_ == Where::kDevice) {
+      runtime_.free(address_);
+    } else {
+      runtime_.free_host(reinterpret_cast<void*>(address_));
+    }
+  }
+  GpuBytes(const GpuBytes&) = delete;
+  GpuBytes& operator=(const GpuBytes&) = delete;
+
+  uint64_t address() const { return address_; }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+  size_t size() const { return size_; }
+
+ private:
+  GpuRuntime& runtime_;
+  const Where where_;
+  const size_t size_;
+  uint64_t address_ = 0;
+};
+
+// What one chunk needs on a device: a stream, room for its wire bytes and for tables. Used by one
+// thread at a time, under a CurrentDevice.
+class GpuLane {
+ public:
+  GpuLane(GpuRuntime& runtime, size_t slot_bytes)
+      : runtime_(runtime), slot_(runtime, GpuBytes::Where::kDevice, slot_bytes) {
+    make_tables(64 << 10);
+    stream_ = runtime.create_stream();
+    try {
+      ended_ = runtime.create_event();
+    } catch (...) {
+      runtime.destroy_stream(stream_);
+      throw;
+    }
+  }
+  ~GpuLane() {
+    runtime_.destroy_event(ended_);
+    runtime_.destroy_stream(stream_);
+  }
+  GpuLane(const GpuLane&) = delete;
+  GpuLane& operator=(const GpuLane&) = delete;
+
+  GpuRuntime::Stream stream() const { return stream_; }
+  uint64_t slot() const { return slot_.address(); }
+
+  // Begins a set of tables of this size in all, each rounded up to 16 bytes.
+  void begin_tables(size_t bytes) {
+    used_ = 0;
+    if (bytes > device_tables_->size()) make_tables(std::max(bytes, 2 * device_tables_->size()));
+  }
+
+  // Adds a table; returns where it will be on the device.
+  template <class T>
+  uint64_t add_table(std::span<const T> values) {
+    const uint64_t at = add_room(values.size_bytes());
+    if (!values.empty()) {
+      std::memcpy(host_of(at), values.data(), values.size_bytes());
+    }
+    return at;
+  }
+  // The same for bytes that are zero.
+  uint64_t add_zeros(size_t bytes) {
+    const uint64_t at = add_room(bytes);
+    std::memset(host_of(at), 0, bytes);
+    return at;
+  }
+
+  void upload_tables() {
+    runtime_.copy(device_tables_->data(), host_tables_->data(), used_, stream_);
+  }
+  // Copies a table back to where read() finds it.
+  void download(uint64_t at, size_t bytes) {
+    runtime_.copy(host_of(at), reinterpret_cast<const void*>(at), bytes, stream_);
+  }
+  template <class T>
+  const T* read(uint64_t at) const {
+    return reinterpret_cast<const T*>(host_of(at));
+  }
+
+  // Waits until all that the stream was told is done. Afterwards nothing of it touches memory any
+  // more, so it is called when something has failed, too.
+  void finish() {
+    runtime_.record(ended_, stream_);
+    runtime_.synchronize(ended_);
+  }
+
+ private:
+  void make_tables(size_t bytes) {
+    device_tables_.reset();
+    host_tables_.reset();
+    device_tables_ = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kDevice, bytes);
+    host_tables_ = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kHost, bytes);
+  }
+  uint64_t add_room(size_t bytes) {
+    const size_t room = (bytes + 15) / 16 * 16;
+    if (used_ + room > device_tables_->size()) {
+      throw Error(StatusCode::kInvalid, "tables for a GPU are larger than was said");
+    }
+    used_ += room;
+    return device_tables_->address() + used_ - room;
+  }
+  std::byte* host_of(uint64_t at) const {
+    return host_tables_->data() + (at - device_tables_->address());
+  }
+
+  GpuRuntime& runtime_;
+  GpuBytes slot_;
+  std::unique_ptr<GpuBytes> device_tables_;
+  std::unique_ptr<GpuBytes> host_tables_;
+  size_t used_ = 0;
+  GpuRuntime::Stream stream_ = nullptr;
+  GpuRuntime::Event ended_ = nullptr;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_PACK_GPU_LANE_H_

@@ -1,0 +1,325 @@
+#include "pack/gpu_packer.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "kvxfer/status.h"
+#include "pack/gpu_lane.h"
+#include "pack/gpu_panel_table.h"
+#include "pack/gpu_raw_table.h"
+
+namespace kvxfer {
+namespace {
+
+using gpu::kThreads;
+using gpu::PanelLaunch;
+using gpu::PanelState;
+using gpu::RawChunk;
+
+// 16-byte pieces that a workgroup moves, and panels that it codes: enough workgroups to fill a
+// device with one chunk of a few MiB.
+constexpr uint32_t kUnits = 1024;
+constexpr uint32_t kPanelsPerGroup = 1;
+
+constexpr size_t up16(size_t bytes) { return (bytes + 15) / 16 * 16; }
+
+template <class T>
+size_t room(const std::vector<T>& values) {
+  return up16(values.size() * sizeof(T));
+}
+
+GpuRuntime::Module load_first(GpuRuntime& runtime, int device, std::span<const CodeObject> code) {
+  std::string said;
+  for (const CodeObject& object : code) {
+    try {
+      return runtime.load_module(object.data);
+    } catch (const Error& error) {
+      said += (said.empty() ? "" : "; ") + object.target + ": " + error.what();
+    }
+  }
+  throw Error(StatusCode::kNoResources,
+              "no kernels for device " + std::to_string(device) + " of " + runtime.name() + ": " +
+                  (said.empty() ? "this build has none, for it found no compiler for them" : said));
+}
+
+}  // namespace
+
+// A lane and the current device, for the time of one call.
+class GpuPacker::Lease {
+ public:
+  Lease(GpuPacker& packer, GpuRuntime::Event after)
+      : packer_(packer), current_(packer.runtime_, packer.device_), lane_(take(packer)) {
+    try {
+      if (after != nullptr) packer.runtime_.wait(lane_->stream(), after);
+    } catch (...) {
+      give_back();
+      throw;
+    }
+  }
+  // An error on the way out must not leave kernels that still write somewhere.
+  ~Lease() {
+    if (!finished_) {
+      try {
+        lane_->finish();
+      } catch (const Error&) {
+        // The device is gone, and what ran on it with it.
+      }
+    }
+    give_back();
+  }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  GpuLane* operator->() const { return lane_; }
+  GpuLane& operator*() const { return *lane_; }
+  void finish() {
+    lane_->finish();
+    finished_ = true;
+  }
+
+ private:
+  static GpuLane* take(GpuPacker& packer) {
+    std::unique_lock lock(packer.mutex_);
+    packer.freed_.wait(lock, [&] { return !packer.free_.empty(); });
+    GpuLane* lane = packer.free_.back();
+    packer.free_.pop_back();
+    return lane;
+  }
+  void give_back() {
+    const std::lock_guard lock(packer_.mutex_);
+    packer_.free_.push_back(lane_);
+    packer_.freed_.notify_one();
+  }
+
+  GpuPacker& packer_;
+  const CurrentDevice current_;
+  GpuLane* const lane_;
+  bool finished_ = false;
+};
+
+GpuPacker::GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject> code,
+                     size_t slot_bytes, size_t lanes)
+    : runtime_(runtime), device_(device), slot_bytes_(up16(slot_bytes)) {
+  const CurrentDevice current(runtime, device);
+  module_ = load_first(runtime, device, code);
+  try {
+    for (size_t i = 0; i < lanes; ++i) {
+      lanes_.push_back(std::make_unique<GpuLane>(runtime, slot_bytes_));
+      free_.push_back(lanes_.back().get());
+    }
+  } catch (...) {
+    lanes_.clear();
+    runtime.unload_module(module_);
+    throw;
+  }
+}
+
+GpuPacker::~GpuPacker() {
+  try {
+    const CurrentDevice current(runtime_, device_);
+    lanes_.clear();
+    runtime_.unload_module(module_);
+  } catch (const Error&) {
+    // The device is gone, and its memory with it.
+  }
+}
+
+GpuRuntime::Function GpuPacker::function(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto known = functions_.find(name);
+  if (known != functions_.end()) return known->second;
+  const GpuRuntime::Function found = runtime_.find_function(module_, name.c_str());
+  functions_.emplace(name, found);
+  return found;
+}
+
+void GpuPacker::check_fits(uint64_t bytes) const {
+  if (bytes <= slot_bytes_) return;
+  throw Error(StatusCode::kInvalid, "a chunk of " + std::to_string(bytes) +
+                                        " bytes does not fit into " + std::to_string(slot_bytes_));
+}
+
+Digest GpuPacker::pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
+                       uint64_t seed, bool with_digest, GpuRuntime::Event after) {
+  return move(true, plan, begin, end, wire, seed, with_digest, after);
+}
+
+Digest GpuPacker::unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
+                         uint64_t seed, bool with_digest, GpuRuntime::Event after) {
+  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest, after);
+}
+
+Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end,
+                       std::byte* wire, uint64_t seed, bool with_digest, GpuRuntime::Event after) {
+  const uint64_t bytes = end - begin;
+  check_fits(bytes);
+  const gpu::RawTable table(plan, begin, end);
+  const uint32_t width = table.width(begin, end);
+  const std::string name = std::string(packs ? "kvxfer_pack_raw" : "kvxfer_unpack_raw") +
+                           std::to_string(width) + (with_digest ? "" : "_no_digest");
+  const GpuRuntime::Function kernel = function(name);
+
+  Lease lane(*this, after);
+  constexpr size_t kDigestBytes = gpu::kDigestWords * sizeof(uint64_t);
+  lane->begin_tables(room(table.pieces()) + up16(sizeof(RawChunk)) + up16(kDigestBytes));
+  const uint64_t pieces = lane->add_table(std::span(table.pieces()));
+  const std::array<RawChunk, 1> chunk = {table.chunk(begin, end, lane->slot(), pieces)};
+  uint64_t chunks = lane->add_table(std::span<const RawChunk>(chunk));
+  uint64_t digests = lane->add_zeros(kDigestBytes);
+  uint32_t units = kUnits;
+  lane->upload_tables();
+  void* slot = reinterpret_cast<void*>(lane->slot());
+  if (!packs) runtime_.copy(slot, wire, bytes, lane->stream());
+  std::array<void*, 3> arguments = {&chunks, &digests, &units};
+  runtime_.launch(kernel, gpu::raw_groups(chunk[0].bytes, kUnits), 1, kThreads, arguments.data(),
+                  lane->stream());
+  if (packs) runtime_.copy(wire, slot, bytes, lane->stream());
+  lane->download(digests, kDigestBytes);
+  lane.finish();
+  if (!with_digest) return Digest{};
+  return gpu::finish_words(lane->read<uint64_t>(digests), bytes, seed);
+}
+
+namespace {
+
+// The tables of one chunk of panels on a lane, and the launches of its kernels.
+class PanelLauncher {
+ public:
+  PanelLauncher(const PanelPlan& plan, uint32_t begin, uint32_t end, bool packs, GpuLane& lane,
+                uint64_t bytes)
+      : table_(plan), packs_(packs) {
+    const size_t rows = table_.rows(begin, end);
+    const size_t panels = end - begin;
+    // An order has at least one panel.
+    lane.begin_tables(up16(rows) + up16(sizeof(gpu::PanelChunk)) + up16(sizeof(PanelState)) +
+                      room(table_.views()) + room(table_.kinds()) + room(table_.blocks()) +
+                      room(table_.header()) + panels * (sizeof(gpu::PanelEntry) + 16));
+    table_.add_chunk(begin, end, lane.slot(), lane.add_zeros(rows), bytes);
+    launch_ = table_.launch();
+    states_ = lane.add_zeros(sizeof(PanelState));
+    launch_.states = place<PanelState>(states_);
+    launch_.entries = add(lane, table_.entries());
+    launch_.views = add(lane, table_.views());
+    launch_.kinds = add(lane, table_.kinds());
+    launch_.blocks = add(lane, table_.blocks());
+    launch_.chunks = add(lane, table_.chunks());
+    launch_.header = reinterpret_cast<const unsigned char*>(add(lane, table_.header()));
+    launch_.per_group = kPanelsPerGroup;
+    for (const auto& [name, order] : table_.orders(packs)) places_.push_back(add(lane, order));
+  }
+
+  // Bytes of the chunk if no row goes raw.
+  uint64_t least_bytes() const { return table_.chunks().front().panels_end; }
+  uint64_t states() const { return states_; }
+  const PanelLaunch& launch() const { return launch_; }
+
+  // Calls launch(name, groups, arguments) for each kernel that works on panels.
+  template <class Launch>
+  void for_each_order(Launch launch) const {
+    size_t i = 0;
+    for (const auto& [name, order] : table_.orders(packs_)) {
+      PanelLaunch with = launch_;
+      with.order = places_[i++];
+      with.count = static_cast<uint32_t>(order.size());
+      launch(name, (with.count + kPanelsPerGroup - 1) / kPanelsPerGroup, with);
+    }
+  }
+
+ private:
+  template <class T>
+  static T* place(uint64_t address) {
+    return reinterpret_cast<T*>(address);
+  }
+  template <class T>
+  static const T* add(GpuLane& lane, const std::vector<T>& values) {
+    return place<const T>(lane.add_table(std::span(values)));
+  }
+
+  GpuPanelTable table_;
+  const bool packs_;
+  PanelLaunch launch_ = {};
+  uint64_t states_ = 0;
+  std::vector<const uint32_t*> places_;
+};
+
+}  // namespace
+
+void GpuPacker::launch_panels(const std::string& name, uint32_t groups, PanelLaunch launch,
+                              GpuRuntime::Stream stream) {
+  std::array<void*, 1> arguments = {&launch};
+  runtime_.launch(function(name), groups, 1, kThreads, arguments.data(), stream);
+}
+
+CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
+                                  std::byte* wire, uint64_t seed, GpuRuntime::Event after) {
+  check_fits(plan.most_bytes(begin, end));
+  Lease lane(*this, after);
+  const GpuRuntime::Stream stream = lane->stream();
+  const PanelLauncher panels(plan, begin, end, true, *lane, 0);
+  lane->upload_tables();
+  panels.for_each_order([&](const std::string& name, uint32_t groups, const PanelLaunch& launch) {
+    launch_panels(name, groups, launch, stream);
+  });
+  launch_panels("kvxfer_finish_chunks", 1, panels.launch(), stream);
+  const uint64_t least = panels.least_bytes();
+  const auto* slot = reinterpret_cast<const std::byte*>(lane->slot());
+  runtime_.copy(wire, slot, least, stream);
+  lane->download(panels.states(), sizeof(PanelState));
+  lane.finish();
+  const PanelState& state = *lane->read<PanelState>(panels.states());
+  if (state.bytes > least) {
+    check_fits(state.bytes);
+    runtime_.copy(wire + least, slot + least, state.bytes - least, stream);
+    lane.finish();
+  }
+  return {state.bytes, state.exceptions, gpu::finish_words(state.digest, state.bytes, seed)};
+}
+
+DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
+                                      const std::byte* wire, uint64_t bytes, uint64_t seed,
+                                      GpuRuntime::Event after) {
+  check_fits(bytes);
+  Lease lane(*this, after);
+  const GpuRuntime::Stream stream = lane->stream();
+  const PanelLauncher panels(plan, begin, end, false, *lane, bytes);
+  lane->upload_tables();
+  // A copy of our own: whatever the peer does to `wire` from now on changes nothing.
+  runtime_.copy(reinterpret_cast<void*>(lane->slot()), wire, bytes, stream);
+  launch_panels("kvxfer_check_chunks", 1, panels.launch(), stream);
+  panels.for_each_order([&](const std::string& name, uint32_t groups, const PanelLaunch& launch) {
+    launch_panels(name, groups, launch, stream);
+  });
+  launch_panels("kvxfer_put_raw_rows", 1, panels.launch(), stream);
+  lane->download(panels.states(), sizeof(PanelState));
+  lane.finish();
+  const PanelState& state = *lane->read<PanelState>(panels.states());
+  if (state.refused != 0) {
+    throw Error(StatusCode::kProtocol, "a coded chunk of " + std::to_string(bytes) +
+                                           " bytes has another header or other rows than panels [" +
+                                           std::to_string(begin) + ", " + std::to_string(end) +
+                                           ") of this fetch");
+  }
+  return {gpu::finish_words(state.digest, state.bytes, seed), {state.clamped, 0}, state.exceptions};
+}
+
+void GpuPacker::zero(std::span<const Run> runs, GpuRuntime::Event after) {
+  Lease lane(*this, after);
+  for (const Run& run : runs) {
+    const uint64_t address = reinterpret_cast<uintptr_t>(run.address);
+    if (run.count == 1) {
+      runtime_.set(address, 0, run.bytes, lane->stream());
+    } else if (run.stride >= static_cast<int64_t>(run.bytes)) {
+      runtime_.set_rows(address, static_cast<size_t>(run.stride), 0, run.bytes, run.count,
+                        lane->stream());
+    } else {
+      for (uint64_t i = 0; i < run.count; ++i) {
+        runtime_.set(address + static_cast<uint64_t>(static_cast<int64_t>(i) * run.stride), 0,
+                     run.bytes, lane->stream());
+      }
+    }
+  }
+  lane.finish();
+}
+
+}  // namespace kvxfer

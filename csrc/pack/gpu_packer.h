@@ -1,0 +1,80 @@
+#ifndef KVXFER_PACK_GPU_PACKER_H_
+#define KVXFER_PACK_GPU_PACKER_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/code_objects.h"
+#include "device/gpu_runtime.h"
+#include "kvxfer/copy_plan.h"
+#include "kvxfer/digest.h"
+#include "kvxfer/panel_plan.h"
+#include "pack/gpu_tables.h"
+
+namespace kvxfer {
+
+class GpuLane;
+
+// pack() and unpack() of kvxfer/pack.h and kvxfer/panel_plan.h for caches in one GPU's memory: the
+// same bytes and digests. `wire` is memory of the host. Each call runs on a stream of its own and
+// returns when its bytes are there; `after`, if not null, is an event that the kernels wait for.
+// Thread-safe: as many calls as there are lanes run side by side, others wait for one of them.
+class GpuPacker {
+ public:
+  // Loads the first of `code` that is for the device; throws Error(kNoResources), saying which
+  // there are, when none is. The runtime must outlive it. `slot_bytes` is the most that a chunk
+  // has.
+  GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject> code, size_t slot_bytes,
+            size_t lanes);
+  ~GpuPacker();
+  GpuPacker(const GpuPacker&) = delete;
+  GpuPacker& operator=(const GpuPacker&) = delete;
+
+  Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
+              bool with_digest, GpuRuntime::Event after);
+  Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
+                uint64_t seed, bool with_digest, GpuRuntime::Event after);
+
+  CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
+                         uint64_t seed, GpuRuntime::Event after);
+  // Throws Error(kProtocol) for a chunk that is not what the plan expects, and writes nothing then.
+  DecodedChunk unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
+                             const std::byte* wire, uint64_t bytes, uint64_t seed,
+                             GpuRuntime::Event after);
+
+  // Zeroes memory on the device.
+  void zero(std::span<const Run> runs, GpuRuntime::Event after);
+
+  int device() const { return device_; }
+
+ private:
+  class Lease;
+
+  GpuRuntime::Function function(const std::string& name);
+  Digest move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
+              uint64_t seed, bool with_digest, GpuRuntime::Event after);
+  void launch_panels(const std::string& name, uint32_t groups, gpu::PanelLaunch launch,
+                     GpuRuntime::Stream stream);
+  void check_fits(uint64_t bytes) const;
+
+  GpuRuntime& runtime_;
+  const int device_;
+  const size_t slot_bytes_;
+  GpuRuntime::Module module_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  std::map<std::string, GpuRuntime::Function> functions_;
+  std::vector<std::unique_ptr<GpuLane>> lanes_;
+  std::vector<GpuLane*> free_;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_PACK_GPU_PACKER_H_

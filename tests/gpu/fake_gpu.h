@@ -1,0 +1,117 @@
+#ifndef KVXFER_TESTS_GPU_FAKE_GPU_H_
+#define KVXFER_TESTS_GPU_FAKE_GPU_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+
+namespace kvxfer::fake {
+
+// What goes wrong, in no vendor's numbers.
+enum class Problem : uint8_t {
+  kNone,
+  kInvalidValue,
+  kInvalidContext,  // no device is current, or a stream is another's
+  kInvalidHandle,
+  kOutOfMemory,
+  kNotFound,
+  kLost,  // the device is gone
+};
+
+// Devices whose memory is the host's, closed to everybody but their own work: who reads or writes
+// it directly gets a SIGSEGV, as with a real one. All work of all streams is done by one thread,
+// late, and in any order that streams and events allow. Nothing is checked that a real driver does
+// not check.
+class FakeGpus {
+ public:
+  enum class Kind : uint8_t { kDevice, kPinned, kRegistered };
+  struct Memory {
+    Kind kind = Kind::kDevice;
+    int device = 0;
+    uintptr_t base = 0;
+    size_t bytes = 0;
+  };
+  struct Stream {
+    int device = 0;
+    std::deque<std::function<bool()>> work;  // false: not yet
+  };
+  struct Event {
+    int device = 0;
+    uint64_t recorded = 0;
+    uint64_t happened = 0;
+  };
+
+  static FakeGpus& instance();
+
+  int count() const { return count_; }
+
+  // The devices that are current on this thread, the innermost last.
+  static std::deque<int>& current();
+
+  // Whether the call is to fail; every entry point begins with it.
+  Problem enter(const std::string& call);
+  // The nth call from now on of that name fails; 0 is the next one.
+  void fail(const std::string& call, Problem problem, uint32_t nth);
+  void lose_devices();
+
+  Problem allocate(Kind kind, size_t bytes, uintptr_t& base);
+  Problem release(uintptr_t base, Kind kind);
+  Problem pin(uintptr_t base, size_t bytes);
+  std::optional<Memory> find(uintptr_t address);
+  // A descriptor of as many bytes, for dmabufs.
+  Problem export_memory(uintptr_t base, size_t bytes, int& fd);
+
+  Problem create_stream(void*& stream);
+  Problem destroy_stream(void* stream);
+  Problem create_event(void*& event);
+  Problem destroy_event(void* event);
+  Problem record(void* event, void* stream);
+  Problem wait(void* stream, void* event);
+  Problem synchronize(void* event);
+  Problem submit(void* stream, std::function<void()> work);
+  Problem launch(void* function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
+                 void** arguments, void* stream);
+
+  Problem load_module(const void* code, void*& module);
+  Problem unload_module(void* module);
+  Problem find_function(void* module, const std::string& name, void*& function);
+
+  // Allocations, streams, events, modules that are there.
+  size_t open_handles();
+
+ private:
+  FakeGpus();
+  void run();
+  void open_memory(bool open);
+  Stream* find_stream(void* stream);
+
+  const int count_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937 random_{1};
+  std::map<uintptr_t, Memory> memory_;
+  std::map<void*, Stream> streams_;
+  std::map<void*, Event> events_;
+  std::set<void*> modules_;
+  std::map<std::string, std::pair<uint32_t, Problem>> failures_;
+  bool lost_ = false;
+  uintptr_t next_handle_ = 0x1000;
+};
+
+// What a kernel does with its arguments, which are copied; null for a name that there is not.
+using Kernel = std::function<void(uint32_t groups_x, uint32_t groups_y)> (*)(void** arguments);
+Kernel find_kernel(const std::string& name);
+
+}  // namespace kvxfer::fake
+
+#endif  // KVXFER_TESTS_GPU_FAKE_GPU_H_

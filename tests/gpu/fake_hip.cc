@@ -1,0 +1,196 @@
+// The entry points of libamdhip64 and libhsa-runtime64 that are used, over FakeGpus.
+
+#include <cstdio>
+#include <cstring>
+
+#include "gpu/fake_gpu.h"
+
+#define FAKE extern "C" __attribute__((visibility("default")))
+
+using kvxfer::fake::FakeGpus;
+using kvxfer::fake::Problem;
+
+namespace {
+
+// Where in the memory behind a dmabuf its allocation begins: an allocator that cuts up larger ones.
+constexpr uint64_t kDmaBufOffset = 2 << 20;
+
+FakeGpus& gpus() { return FakeGpus::instance(); }
+
+int code(Problem problem) {
+  switch (problem) {
+    case Problem::kNone: return 0;
+    case Problem::kInvalidValue: return 1;
+    case Problem::kOutOfMemory: return 2;
+    case Problem::kInvalidContext: return 101;
+    case Problem::kInvalidHandle: return 400;
+    case Problem::kNotFound: return 209;
+    case Problem::kLost: return 719;
+  }
+  return 999;
+}
+
+template <class Work>
+int call(const char* name, Work work) {
+  if (FakeGpus::current().empty()) FakeGpus::current().push_back(0);  // HIP begins with device 0
+  const Problem problem = gpus().enter(name);
+  return code(problem != Problem::kNone ? problem : work());
+}
+
+}  // namespace
+
+FAKE int hipInit(unsigned) {
+  return call("hipInit", [] { return Problem::kNone; });
+}
+FAKE int hipRuntimeGetVersion(int* version) {
+  *version = std::getenv("FAKE_HIP_VERSION") != nullptr ? std::atoi(std::getenv("FAKE_HIP_VERSION"))
+                                                        : 70051831;
+  return 0;
+}
+FAKE const char* hipGetErrorName(int result) {
+  return result == 2 ? "hipErrorOutOfMemory" : "hipErrorFake";
+}
+FAKE const char* hipGetErrorString(int result) {
+  return result == 2 ? "out of memory" : "made up for a test";
+}
+FAKE int hipGetLastError() { return 0; }
+FAKE int hipGetDeviceCount(int* count) {
+  *count = gpus().count();
+  return *count > 0 ? 0 : 100;
+}
+FAKE int hipGetDevice(int* device) {
+  return call("hipGetDevice", [&] {
+    *device = FakeGpus::current().back();
+    return Problem::kNone;
+  });
+}
+FAKE int hipSetDevice(int device) {
+  return call("hipSetDevice", [&] {
+    if (device < 0 || device >= gpus().count()) return Problem::kInvalidContext;
+    FakeGpus::current().back() = device;
+    return Problem::kNone;
+  });
+}
+FAKE int hipDeviceGetPCIBusId(char* text, int bytes, int device) {
+  std::snprintf(text, static_cast<size_t>(bytes), "0000:%02x:00.0", 0xc1 + device);
+  return 0;
+}
+FAKE int hipPointerGetAttribute(void* data, int attribute, void* address) {
+  return call("hipPointerGetAttribute", [&] {
+    const auto memory = gpus().find(reinterpret_cast<uintptr_t>(address));
+    if (!memory) return Problem::kInvalidValue;
+    int version = 0;
+    hipRuntimeGetVersion(&version);
+    const bool device = memory->kind == FakeGpus::Kind::kDevice;
+    switch (attribute) {
+      case 2:
+        *static_cast<unsigned*>(data) = (device ? 1u : 0u) + (version >= 60000000 ? 1u : 0u);
+        return Problem::kNone;
+      case 8: *static_cast<bool*>(data) = false; return Problem::kNone;
+      case 9: *static_cast<int*>(data) = memory->device; return Problem::kNone;
+      case 11: *static_cast<uintptr_t*>(data) = memory->base; return Problem::kNone;
+      case 12: *static_cast<size_t*>(data) = memory->bytes; return Problem::kNone;
+      default: return Problem::kInvalidValue;
+    }
+  });
+}
+FAKE int hipMalloc(void** address, size_t bytes) {
+  return call("hipMalloc", [&] {
+    uintptr_t base = 0;
+    const Problem problem = gpus().allocate(FakeGpus::Kind::kDevice, bytes, base);
+    *address = reinterpret_cast<void*>(base);
+    return problem;
+  });
+}
+FAKE int hipFree(void* address) {
+  return call("hipFree", [&] {
+    return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kDevice);
+  });
+}
+FAKE int hipHostMalloc(void** address, size_t bytes, unsigned) {
+  return call("hipHostMalloc", [&] {
+    uintptr_t base = 0;
+    const Problem problem = gpus().allocate(FakeGpus::Kind::kPinned, bytes, base);
+    *address = reinterpret_cast<void*>(base);
+    return problem;
+  });
+}
+FAKE int hipHostFree(void* address) {
+  return call("hipHostFree", [&] {
+    return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kPinned);
+  });
+}
+FAKE int hipHostRegister(void* address, size_t bytes, unsigned) {
+  return call("hipHostRegister",
+              [&] { return gpus().pin(reinterpret_cast<uintptr_t>(address), bytes); });
+}
+FAKE int hipHostUnregister(void* address) {
+  return call("hipHostUnregister", [&] {
+    return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kRegistered);
+  });
+}
+FAKE int hsa_amd_portable_export_dmabuf(const void* address, size_t bytes, int* fd,
+                                        uint64_t* offset) {
+  return call("hsa_amd_portable_export_dmabuf", [&] {
+    *offset = kDmaBufOffset;
+    return gpus().export_memory(reinterpret_cast<uintptr_t>(address), bytes, *fd);
+  });
+}
+FAKE int hipStreamCreateWithFlags(void** stream, unsigned) {
+  return call("hipStreamCreateWithFlags", [&] { return gpus().create_stream(*stream); });
+}
+FAKE int hipStreamDestroy(void* stream) {
+  return call("hipStreamDestroy", [&] { return gpus().destroy_stream(stream); });
+}
+FAKE int hipStreamWaitEvent(void* stream, void* event, unsigned) {
+  return call("hipStreamWaitEvent", [&] { return gpus().wait(stream, event); });
+}
+FAKE int hipEventCreateWithFlags(void** event, unsigned) {
+  return call("hipEventCreateWithFlags", [&] { return gpus().create_event(*event); });
+}
+FAKE int hipEventDestroy(void* event) {
+  return call("hipEventDestroy", [&] { return gpus().destroy_event(event); });
+}
+FAKE int hipEventRecord(void* event, void* stream) {
+  return call("hipEventRecord", [&] { return gpus().record(event, stream); });
+}
+FAKE int hipEventSynchronize(void* event) {
+  return call("hipEventSynchronize", [&] { return gpus().synchronize(event); });
+}
+FAKE int hipMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
+  return call("hipMemcpyAsync", [&] {
+    if (kind != 4) return Problem::kInvalidValue;
+    return gpus().submit(stream, [=] { std::memcpy(to, from, bytes); });
+  });
+}
+FAKE int hipMemsetAsync(void* to, int value, size_t bytes, void* stream) {
+  return call("hipMemsetAsync",
+              [&] { return gpus().submit(stream, [=] { std::memset(to, value, bytes); }); });
+}
+FAKE int hipMemset2DAsync(void* to, size_t pitch, int value, size_t bytes, size_t rows,
+                          void* stream) {
+  return call("hipMemset2DAsync", [&] {
+    return gpus().submit(stream, [=] {
+      for (size_t row = 0; row < rows; ++row) {
+        std::memset(static_cast<std::byte*>(to) + row * pitch, value, bytes);
+      }
+    });
+  });
+}
+FAKE int hipModuleLoadData(void** module, const void* data) {
+  return call("hipModuleLoadData", [&] { return gpus().load_module(data, *module); });
+}
+FAKE int hipModuleUnload(void* module) {
+  return call("hipModuleUnload", [&] { return gpus().unload_module(module); });
+}
+FAKE int hipModuleGetFunction(void** function, void* module, const char* name) {
+  return call("hipModuleGetFunction",
+              [&] { return gpus().find_function(module, name, *function); });
+}
+FAKE int hipModuleLaunchKernel(void* function, unsigned groups_x, unsigned groups_y, unsigned,
+                               unsigned threads, unsigned, unsigned, unsigned, void* stream,
+                               void** arguments, void**) {
+  return call("hipModuleLaunchKernel", [&] {
+    return gpus().launch(function, groups_x, groups_y, threads, arguments, stream);
+  });
+}

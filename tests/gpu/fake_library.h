@@ -1,0 +1,48 @@
+#ifndef KVXFER_TESTS_GPU_FAKE_LIBRARY_H_
+#define KVXFER_TESTS_GPU_FAKE_LIBRARY_H_
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "device/code_objects.h"
+#include "device/gpu_runtime.h"
+
+namespace kvxfer::gpu {
+
+// The runtimes of tests/gpu/fake_*.cc, one library for all vendors.
+class FakeLibrary {
+ public:
+  FakeLibrary() : handle_(::dlopen(KVXFER_FAKE_GPU, RTLD_NOW | RTLD_LOCAL)) {
+    if (handle_ == nullptr) throw std::runtime_error(::dlerror());
+    find(fail_, "fake_gpu_fail");
+    find(open_handles_, "fake_gpu_open_handles");
+    for (const char* name : {"KVXFER_CUDA_LIBRARY", "KVXFER_HIP_LIBRARY", "KVXFER_HSA_LIBRARY"}) {
+      ::setenv(name, KVXFER_FAKE_GPU, 1);
+    }
+  }
+
+  // The nth call of that name from now on runs out of memory; 0 is the next one.
+  void fail(const char* call, unsigned nth = 0) const { fail_(call, 4, nth); }
+  // Allocations, streams, events and modules that are there.
+  size_t open_handles() const { return open_handles_(); }
+
+  static CodeObject code() { return {"fake", "fake code"}; }
+
+ private:
+  template <typename Function>
+  void find(Function*& function, const char* name) const {
+    function = reinterpret_cast<Function*>(::dlsym(handle_, name));
+    if (function == nullptr) throw std::runtime_error(name);
+  }
+
+  void* const handle_;
+  void (*fail_)(const char*, int, unsigned) = nullptr;
+  size_t (*open_handles_)() = nullptr;
+};
+
+}  // namespace kvxfer::gpu
+
+#endif  // KVXFER_TESTS_GPU_FAKE_LIBRARY_H_

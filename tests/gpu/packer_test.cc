@@ -1,0 +1,321 @@
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <thread>
+#include <vector>
+
+#include "gpu/aligned_bytes.h"
+#include "gpu/fake_library.h"
+#include "gpu/random_panels.h"
+#include "kvxfer/pack.h"
+#include "kvxfer/status.h"
+#include "pack/gpu_lane.h"
+#include "pack/gpu_packer.h"
+
+namespace kvxfer::gpu {
+namespace {
+
+constexpr size_t kSlot = 1 << 20;
+
+// A cache on device 1, filled as `host` is.
+class DeviceCache {
+ public:
+  DeviceCache(GpuRuntime& runtime, const AlignedBytes& host) : runtime_(runtime) {
+    const CurrentDevice current(runtime, 1);
+    bytes_.emplace(runtime, GpuBytes::Where::kDevice, host.size());
+    move(bytes_->data(), host.data(), host.size());
+  }
+  ~DeviceCache() {
+    const CurrentDevice current(runtime_, 1);
+    bytes_.reset();
+  }
+  DeviceCache(const DeviceCache&) = delete;
+  DeviceCache& operator=(const DeviceCache&) = delete;
+
+  std::byte* data() const { return bytes_->data(); }
+  AlignedBytes read() const {
+    const CurrentDevice current(runtime_, 1);
+    AlignedBytes host(bytes_->size());
+    move(host.data(), bytes_->data(), host.size());
+    return host;
+  }
+
+ private:
+  void move(void* to, const void* from, size_t bytes) const {
+    const auto stream = runtime_.create_stream();
+    const auto event = runtime_.create_event();
+    runtime_.copy(to, from, bytes, stream);
+    runtime_.record(event, stream);
+    runtime_.synchronize(event);
+    runtime_.destroy_event(event);
+    runtime_.destroy_stream(stream);
+  }
+
+  GpuRuntime& runtime_;
+  std::optional<GpuBytes> bytes_;
+};
+
+struct Rig {
+  FakeLibrary library;
+  GpuSearch search;
+  size_t before = 0;
+  std::array<CodeObject, 1> code = {FakeLibrary::code()};
+
+  explicit Rig(GpuVendor vendor) : search(load_gpu_runtime(vendor)) {
+    REQUIRE_MESSAGE(search.runtime, search.why_not);
+    before = library.open_handles();
+  }
+  ~Rig() { CHECK(library.open_handles() == before); }
+  GpuRuntime& runtime() const { return *search.runtime; }
+};
+
+constexpr std::array<GpuVendor, 2> kVendors = {GpuVendor::kNvidia, GpuVendor::kAmd};
+
+TEST_CASE("gpu packer: raw chunks are the host's, on either runtime, from several threads") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    CAPTURE(rig.runtime().name());
+    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 2);
+    for (uint32_t seed = 100; seed < 104; ++seed) {
+      CAPTURE(seed);
+      Random random(seed);
+      const CacheShape shape = random_shape(random);
+      const Request request = random_request(random, shape);
+      AlignedBytes memory(shape.bytes());
+      fill_random(random, memory.data(), memory.size());
+      AlignedBytes poison(shape.bytes(), 0x5a), reference(shape.bytes(), 0x5a);
+      const DeviceCache from(rig.runtime(), memory), to(rig.runtime(), poison);
+      const CopyPlan host = request.plan(shape.layout(memory.data()));
+      const CopyPlan host_to = request.plan(shape.layout(reference.data()));
+      const CopyPlan device = request.plan(shape.layout(from.data()));
+      const CopyPlan device_to = request.plan(shape.layout(to.data()));
+      const auto cuts = cut_chunks(host, between(random, 3000, 60000));
+      std::atomic<size_t> next = 0;
+      std::atomic<int> wrong = 0;
+      const auto work = [&] {
+        for (size_t i; (i = next++) + 1 < cuts.size();) {
+          const size_t bytes = cuts[i + 1] - cuts[i];
+          AlignedBytes wire(bytes), expected(bytes);
+          const bool digest = i % 3 != 0;
+          const Digest said =
+              packer.pack(device, cuts[i], cuts[i + 1], wire.data(), seed, digest, nullptr);
+          if (said != pack(host, cuts[i], cuts[i + 1], expected.data(), seed, digest)) ++wrong;
+          if (!(wire == expected)) ++wrong;
+          if (packer.unpack(device_to, cuts[i], cuts[i + 1], wire.data(), seed, digest, nullptr) !=
+              said) {
+            ++wrong;
+          }
+        }
+      };
+      std::vector<std::thread> threads;
+      for (int i = 0; i < 3; ++i) threads.emplace_back(work);
+      for (std::thread& thread : threads) thread.join();
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        AlignedBytes wire(cuts[i + 1] - cuts[i]);
+        pack(host, cuts[i], cuts[i + 1], wire.data(), seed);
+        unpack(host_to, cuts[i], cuts[i + 1], wire.data(), seed);
+      }
+      CHECK(wrong == 0);
+      CHECK(to.read() == reference);
+      std::vector<Run> tail;
+      device_to.append_tail_runs(tail);
+      packer.zero(tail, nullptr);
+      zero_tail(host_to);
+      CHECK(to.read() == reference);
+    }
+  }
+}
+
+TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
+  uint32_t exceptions = 0;
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    GpuPacker packer(rig.runtime(), 1, rig.code, 4 << 20, 1);
+    for (uint32_t seed = 0; seed < 8; ++seed) {
+      CAPTURE(seed);
+      Random random(seed + 500);
+      CacheShape shape = random_number_shape(random);
+      shape.layers = 1;
+      shape.blocks = between(random, 1, 4);
+      const Request request = random_request(random, shape);
+      const PanelFormat format = random_format(random, shape, request);
+      AlignedBytes memory(shape.bytes());
+      fill_numbers(random, shape.element, memory.data(), memory.size(),
+                   one_of(random, {0u, 60000u}));
+      AlignedBytes poison(shape.bytes(), 0x5a), reference(shape.bytes(), 0x5a);
+      const DeviceCache from(rig.runtime(), memory), to(rig.runtime(), poison);
+      const auto plan = [&](std::byte* data) {
+        return PanelPlan(shape.layout(data), request.table, request.slice, request.plane_of,
+                         format);
+      };
+      const PanelPlan host = plan(memory.data()), host_to = plan(reference.data());
+      const PanelPlan device = plan(from.data()), device_to = plan(to.data());
+      const auto cuts = cut_panels(random, host.num_panels(), between(random, 1, 4));
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const uint64_t most = host.most_bytes(cuts[i], cuts[i + 1]);
+        AlignedBytes wire(most), expected(most);
+        const CodedChunk chunk =
+            packer.pack_panels(device, cuts[i], cuts[i + 1], wire.data(), seed, nullptr);
+        const CodedChunk said = pack_panels(host, cuts[i], cuts[i + 1], expected.data(), seed);
+        CHECK(chunk.bytes == said.bytes);
+        CHECK(chunk.exceptions == said.exceptions);
+        CHECK(chunk.digest == said.digest);
+        CHECK(wire == expected);
+        exceptions += said.exceptions;
+        const DecodedChunk decoded = packer.unpack_panels(device_to, cuts[i], cuts[i + 1],
+                                                          wire.data(), chunk.bytes, seed, nullptr);
+        CHECK(decoded.digest == said.digest);
+        unpack_panels(host_to, cuts[i], cuts[i + 1], expected.data(), said.bytes, seed);
+      }
+      CHECK(to.read() == reference);
+    }
+  }
+  CHECK(exceptions > 0);
+}
+
+TEST_CASE("gpu packer: kernels wait for the caller's event") {
+  const Rig rig(GpuVendor::kNvidia);
+  GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1);
+  CacheShape shape;
+  shape.contents = {128};
+  Random random(1);
+  const Request request = random_request(random, shape);
+  AlignedBytes old(shape.bytes(), 1), fresh(shape.bytes(), 2);
+  const DeviceCache cache(rig.runtime(), old);
+  const CopyPlan device = request.plan(shape.layout(cache.data()));
+  const CopyPlan host = request.plan(shape.layout(fresh.data()));
+  const uint64_t bytes = device.wire_bytes();
+  AlignedBytes wire(bytes), expected(bytes);
+  pack(host, 0, bytes, expected.data(), 1);
+  int stale = 0;
+  for (int i = 0; i < 30; ++i) {
+    const CurrentDevice current(rig.runtime(), 1);
+    const auto stream = rig.runtime().create_stream();
+    const auto event = rig.runtime().create_event();
+    const auto write = [&](const AlignedBytes& from) {
+      rig.runtime().copy(cache.data(), from.data(), from.size(), stream);
+      rig.runtime().record(event, stream);
+    };
+    write(old);
+    rig.runtime().synchronize(event);
+    write(fresh);
+    const bool waits = i % 2 == 0;
+    packer.pack(device, 0, bytes, wire.data(), 1, true, waits ? event : nullptr);
+    if (waits) CHECK(wire == expected);
+    if (!waits && !(wire == expected)) ++stale;
+    rig.runtime().synchronize(event);
+    rig.runtime().destroy_event(event);
+    rig.runtime().destroy_stream(stream);
+  }
+  CHECK(stale > 0);  // or the rig would not notice a missing event
+}
+
+TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call works") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    CacheShape shape;
+    shape.contents = {128};
+    Random random(1);
+    const Request request = random_request(random, shape);
+    AlignedBytes memory(shape.bytes());
+    fill_random(random, memory.data(), memory.size());
+    const DeviceCache cache(rig.runtime(), memory);
+    const CopyPlan plan = request.plan(shape.layout(cache.data()));
+    AlignedBytes wire(plan.wire_bytes());
+    const bool cuda = vendor == GpuVendor::kNvidia;
+    const char* const allocation = cuda ? "cuMemAlloc" : "hipMalloc";
+    for (unsigned nth = 0; nth < 4; ++nth) {
+      rig.library.fail(allocation, nth);
+      CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, rig.code, kSlot, 2),
+                           doctest::Contains("out of memory"), Error);
+    }
+    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1);
+    const auto calls = cuda ? std::vector<const char*>{"cuMemcpyAsync", "cuLaunchKernel",
+                                                       "cuEventRecord", "cuEventSynchronize"}
+                            : std::vector<const char*>{"hipMemcpyAsync", "hipModuleLaunchKernel",
+                                                       "hipEventRecord", "hipEventSynchronize"};
+    for (const char* call : calls) {
+      CAPTURE(call);
+      rig.library.fail(call);
+      CHECK_THROWS_AS(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr),
+                      Error);
+      AlignedBytes expected(plan.wire_bytes());
+      const CopyPlan host = request.plan(shape.layout(memory.data()));
+      const Digest digest = pack(host, 0, plan.wire_bytes(), expected.data(), 1);
+      CHECK(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr) == digest);
+      CHECK(wire == expected);
+    }
+    CHECK_THROWS_AS(packer.pack(plan, 0, kSlot + 64, wire.data(), 1, true, nullptr), Error);
+    const std::array<CodeObject, 1> other = {CodeObject{"gfx000", "code of another device"}};
+    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, other, kSlot, 1), doctest::Contains("gfx000"),
+                         Error);
+    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, {}, kSlot, 1),
+                         doctest::Contains("no compiler"), Error);
+  }
+}
+
+TEST_CASE(
+    "gpu runtime: memory is found with its device and allocation, dmabufs with their offset") {
+  const auto open_files = [] {
+    size_t count = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      count += entry.exists() || true;
+    }
+    return count;
+  };
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    GpuRuntime& runtime = rig.runtime();
+    CHECK(runtime.device_count() == 2);
+    CHECK(runtime.pci_address(1) ==
+          (vendor == GpuVendor::kNvidia ? "0000:3c:00.0" : "0000:c2:00.0"));
+    int local = 0;
+    CHECK(!runtime.find_memory(&local));
+    const size_t files = open_files();
+    {
+      const CurrentDevice current(runtime, 1);
+      const GpuBytes bytes(runtime, GpuBytes::Where::kDevice, 100000);
+      const auto memory = runtime.find_memory(bytes.data() + 5000);
+      REQUIRE(memory);
+      CHECK(memory->kind == GpuMemory::Kind::kDevice);
+      CHECK(memory->device == 1);
+      CHECK(memory->base == bytes.address());
+      CHECK(memory->bytes == 100000);
+      const DmaBuf buffer = runtime.export_dmabuf(bytes.address() + 5000, 1000);
+      CHECK(buffer.fd.get() >= 0);
+      CHECK(buffer.offset == (vendor == GpuVendor::kNvidia ? 5000 : (2 << 20) + 5000));
+      CHECK_THROWS_AS(runtime.export_dmabuf(bytes.address() + 5000, 100000), Error);
+      CHECK_THROWS_AS(runtime.export_dmabuf(reinterpret_cast<uintptr_t>(&local), 4), Error);
+    }
+    CHECK(open_files() == files);
+  }
+  ::setenv("FAKE_HIP_VERSION", "50731921", 1);
+  {
+    const Rig rig(GpuVendor::kAmd);  // counts memory types from 0
+    const CurrentDevice current(rig.runtime(), 0);
+    const GpuBytes device(rig.runtime(), GpuBytes::Where::kDevice, 64);
+    const GpuBytes pinned(rig.runtime(), GpuBytes::Where::kHost, 64);
+    CHECK(rig.runtime().find_memory(device.data())->kind == GpuMemory::Kind::kDevice);
+    CHECK(rig.runtime().find_memory(pinned.data())->kind == GpuMemory::Kind::kHost);
+  }
+  ::unsetenv("FAKE_HIP_VERSION");
+}
+
+TEST_CASE("gpu runtime: without a library or a device there is a reason") {
+  const FakeLibrary library;
+  ::setenv("KVXFER_CUDA_LIBRARY", "libno-such-thing.so", 1);
+  const GpuSearch missing = load_gpu_runtime(GpuVendor::kNvidia);
+  CHECK(!missing.runtime);
+  CHECK(missing.why_not.find("libno-such-thing.so") != std::string::npos);
+  ::setenv("KVXFER_CUDA_LIBRARY", "libm.so.6", 1);
+  CHECK(load_gpu_runtime(GpuVendor::kNvidia).why_not.find("cuInit") != std::string::npos);
+  ::setenv("KVXFER_CUDA_LIBRARY", KVXFER_FAKE_GPU, 1);
+  library.fail("cuInit");
+  CHECK(load_gpu_runtime(GpuVendor::kNvidia).why_not.find("cuInit failed") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvxfer::gpu
