@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "device/code_objects.h"
 #include "device/gpu_runtime.h"
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/digest.h"
@@ -19,6 +18,12 @@
 #include "pack/gpu_tables.h"
 
 namespace kvxfer {
+
+// The kernels, compiled for some devices.
+struct CodeObject {
+  std::string target;  // "gfx942", "sm_80 sm_90 sm_100"
+  const void* data = nullptr;
+};
 
 class GpuLane;
 

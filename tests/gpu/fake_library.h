@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "device/code_objects.h"
 #include "device/gpu_runtime.h"
+#include "pack/gpu_packer.h"
 
 namespace kvxfer::gpu {
 
