@@ -45,6 +45,7 @@ COMMANDS = {
     "simulate": Command(
         "kvxfer.serving.simulate_command", "what a fleet does with a trace, by where it prefills"
     ),
+    "completion": Command("kvxfer.completion", "have bash, zsh or fish complete what you type"),
 }
 
 
@@ -66,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks how its command line may go on
+        from kvxfer.completion import complete
+
+        complete(COMMANDS)
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.version:

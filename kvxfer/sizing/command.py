@@ -34,9 +34,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES.format(models=_wrapped(list(CONFIGS))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    model = parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="config.json, the folder it is in, or a name"
     )
+    vars(model)["completer"] = lambda **_: list(CONFIGS)  # for kvxfer completion
     parser.add_argument("--list", action="store_true", help="print the built-in names and exit")
     parser.add_argument(
         "--tokens", type=_tokens, default=32768, metavar="N", help="of the prompt (default 32k)"
