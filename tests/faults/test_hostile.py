@@ -369,8 +369,8 @@ class Bait:
         at = 9 + 4 + 1 + 16 + 4
         (layers,) = struct.unpack_from("<I", raw, at)
         at += 4 + 4 * layers + 5 * 4 + 23
-        self.chunk_bytes, count = struct.unpack_from("<II", raw, at)
-        self.slots = struct.unpack_from(f"<{count}I", raw, at + 8)
+        self.chunk_bytes, _, count = struct.unpack_from("<III", raw, at)
+        self.slots = struct.unpack_from(f"<{count}I", raw, at + 12)
 
 
 @pytest.fixture

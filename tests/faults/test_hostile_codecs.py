@@ -39,9 +39,9 @@ class Bait:
         (self.id,) = struct.unpack_from("<Q", raw, 1)
         at = 9 + 4 + 1 + 16 + 4 + 4 + 4 + 5 * 4  # one layer
         self.asked = struct.unpack_from("<BHHBIIII", raw, at)
-        chunk_bytes, count = struct.unpack_from("<II", raw, at + 23)
+        chunk_bytes, _, count = struct.unpack_from("<III", raw, at + 23)
         assert chunk_bytes >= MOST
-        self.slots = struct.unpack_from(f"<{count}I", raw, at + 31)
+        self.slots = struct.unpack_from(f"<{count}I", raw, at + 35)
 
     def accept(self, **changes: object) -> None:
         words = {
