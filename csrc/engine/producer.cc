@@ -120,8 +120,8 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   serve->request = std::move(request);
   if (!admit(core, serve)) return;
   const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
-  const bool hopeless = !peer->link->rate();  // the answer is raw, whatever the rates
-  if (!left_to_us || hopeless || codec_rates_known()) return find_offer(core, serve);
+  const bool matters = left_to_us && peer->link->crosses_wire();  // else the answer is raw
+  if (!matters || codec_rates_known()) return find_offer(core, serve);
   if (core.pool->submit([&core, serve] { measure_and_find_offer(core, serve); })) return;
   end_serve(core, serve,
             refusal(*serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));

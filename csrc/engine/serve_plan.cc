@@ -178,8 +178,6 @@ CodecChoice choose_for(const AgentCore& core, const Serve& serve, const CacheLay
   const double coded = coded_tokens(request);
   const auto link = peer.link->rate();
   if (!link) return choose_codec({});
-  // It was, unless the link's rate has become known since FETCH came.
-  if (!codec_rates_known()) return raw("how fast this side encodes is not known yet");
   const CodecRates& rates = codec_rates();
   const double threads = core.options.threads;
   return choose_codec({link,
