@@ -226,6 +226,50 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
   grant_slots(core);
 }
 
+// What has landed by a link. Returns the part whose chunk is to be unpacked now, by the caller:
+// null where that is for later, or for nobody. What a peer says that writes without asking was not
+// looked at before.
+std::shared_ptr<Part> take_landed(AgentCore& core, Peer& peer, const wire::Commit& commit) {
+  const bool asked = !peer.link->one_sided();  // on_incoming() has found the slot granted
+  const auto give_up = [&] {
+    if (asked && core.slots[commit.slot].state == SlotInfo::kReceiving) {
+      free_slot(core, commit.slot);
+    }
+  };
+  const auto found = peer.parts.find(commit.fetch_id);
+  // Cancelled while the bytes were on their way: a slot that nobody was asked for is in quarantine.
+  if (found == peer.parts.end() || peer.state != Peer::kReady) {
+    give_up();
+    return nullptr;
+  }
+  const auto part = found->second;
+  if (!asked) {
+    const bool repeated = part->accepted
+                              ? commit.chunk < part->arrived.size() && part->arrived[commit.chunk]
+                              : std::any_of(
+                                    part->early.begin(), part->early.end(),
+                                    [&](const auto& other) { return other.chunk == commit.chunk; });
+    if (repeated) return nullptr;
+    if (!granted_for(core, *part, commit)) {
+      throw Error(StatusCode::kProtocol, "COMMIT of chunk " + std::to_string(commit.chunk) +
+                                             " into slot " + std::to_string(commit.slot) +
+                                             ", which was not granted for it");
+    }
+  }
+  if (!part->accepted) {  // data streams may overtake the control stream, which brings the ACCEPT
+    part->early.push_back(commit);
+    core.slots[commit.slot].state = SlotInfo::kLanded;
+    return nullptr;
+  }
+  try {
+    claim_chunk(core, *part, commit);
+  } catch (const Error&) {
+    give_up();
+    throw;
+  }
+  return part;
+}
+
 }  // namespace
 
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
@@ -426,28 +470,24 @@ std::byte* Peer::on_incoming(Link&, uint64_t offset, uint64_t size,
 void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
   last_heard = Clock::now();
   if (!accepted) return;
-  const auto commit = wire::Commit::decode(notice.subspan(1));  // on_incoming() has read it before
+  wire::Commit commit;
   std::shared_ptr<Part> part;
   {
     Guard guard(*core);
-    const auto found = parts.find(commit.fetch_id);
-    if (found == parts.end()) {  // cancelled while the bytes were on their way
-      if (core->slots[commit.slot].state == SlotInfo::kReceiving) free_slot(*core, commit.slot);
-      grant_slots(*core);
-      return;
-    }
-    part = found->second;
-    if (!part->accepted) {  // data streams may overtake the control stream, which brings the ACCEPT
-      core->slots[commit.slot].state = SlotInfo::kLanded;
-      part->early.push_back(commit);
-      return;
-    }
     try {
-      claim_chunk(*core, *part, commit);
+      if (wire::type_of(notice) != wire::MessageType::kCommit) {
+        throw Error(StatusCode::kProtocol, "a write came without a COMMIT");
+      }
+      commit = wire::Commit::decode(notice.subspan(1));
+      part = take_landed(*core, *this, commit);
     } catch (const Error& error) {
       drop_peer(*core, shared_from_this(), {error.code(), "'" + name + "': " + error.what()});
-      free_slot(*core, commit.slot);
-      grant_slots(*core);
+    } catch (const std::exception& error) {  // std::bad_alloc
+      drop_peer(*core, shared_from_this(),
+                {StatusCode::kNoResources, "'" + name + "': handling its write: " + error.what()});
+    }
+    if (!part) {
+      if (core->arena) grant_slots(*core);
       return;
     }
   }

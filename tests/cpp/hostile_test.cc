@@ -1,6 +1,7 @@
 // An agent and a peer that breaks the rules: the link goes, the agent stays, and nothing is read or
 // written out of bounds.
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
@@ -38,6 +39,7 @@ class FakeLink : public Link {
   std::string describe() const override { return "fake"; }
 
   void say(const wire::Bytes& message) { sink_->on_message(*this, message); }
+  void land(const wire::Bytes& notice) { sink_->on_landed(*this, notice, true); }
   void end() { sink_->on_closed(*this, "the test is over"); }
 
   std::vector<wire::Bytes> sent;
@@ -136,6 +138,12 @@ struct Victim {
     accept.element = static_cast<uint8_t>(layout.element);
     link->say(accept.encode());
     return request.slots.at(0);
+  }
+  uint32_t granted() const {
+    return wire::Fetch::decode(std::span(link->sent.back()).subspan(1)).slots.at(0);
+  }
+  bool untouched() const {
+    return std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{}; });
   }
   bool ended_with(const Fetch& fetch, StatusCode code) const {
     return fetch.wait(5) && fetch.status().code == code;
@@ -262,6 +270,120 @@ TEST_CASE("hostile: a fetch cannot be made to end twice") {
   CHECK(victim.link->reason.empty());
   const AgentStats stats = victim.agent->stats();
   CHECK(stats.free_slots == stats.slots);
+}
+
+// Over a link whose peer writes without asking, as RDMA, notices are all that comes of a write.
+
+TEST_CASE("hostile: notices of writes that make no sense end the link") {
+  const wire::Bytes good = wire::Commit{1, 0, 0, 32 * 8 * 128, {}}.encode();
+  const wire::Bytes others[] = {
+      {},
+      {std::byte{200}},
+      {good[0]},
+      {good.begin(), good.end() - 1},
+      wire::encode_ping(),
+      wire::encode_fetch_id(wire::MessageType::kDone, 1),
+      wire::Want{1, 7}.encode(),
+  };
+  for (const wire::Bytes& notice : others) {
+    for (const bool early : {true, false}) {
+      CAPTURE(early);
+      Victim victim(false);
+      const Fetch fetch = victim.fetch();
+      if (!early) victim.accept();
+      victim.link->land(notice);
+      CHECK(victim.ended_with(fetch, StatusCode::kProtocol));
+      CHECK_FALSE(victim.link->reason.empty());
+    }
+  }
+}
+
+TEST_CASE("hostile: notices about slots and chunks that were not granted end the link") {
+  for (const bool early : {true, false}) {
+    CAPTURE(early);
+    const auto after = [&](uint32_t chunk, int64_t slot, uint32_t bytes) {
+      CAPTURE(chunk);
+      CAPTURE(slot);
+      CAPTURE(bytes);
+      Victim victim(false);
+      Fetch fetch = victim.fetch();
+      const uint32_t granted = victim.granted();
+      if (!early) victim.accept();
+      const uint32_t named = slot < 0 ? granted : static_cast<uint32_t>(slot);
+      victim.link->land(wire::Commit{1, chunk, named, bytes, {}}.encode());
+      if (early) victim.accept();  // with which it becomes known what the chunks are
+      CHECK(victim.ended_with(fetch, StatusCode::kProtocol));
+      CHECK_FALSE(victim.link->reason.empty());
+      CHECK(victim.untouched());
+    };
+    for (const int64_t slot : {63ll, 64ll, 1000000ll, 0xffffffffll}) after(0, slot, 32 * 8 * 128);
+    for (const uint32_t chunk : {1u, 0x7fffffffu, UINT32_MAX}) after(chunk, -1, 32 * 8 * 128);
+    for (const uint32_t bytes : {0u, 1u, 32u * 8 * 128 - 1, 64u << 10, 64u << 20, UINT32_MAX})
+      after(0, -1, bytes);
+  }
+}
+
+TEST_CASE("hostile: a slot that another fetch holds is not theirs to commit") {
+  for (const bool early : {true, false}) {
+    CAPTURE(early);
+    Victim victim(false);
+    const Fetch mine = victim.fetch(1);
+    const uint32_t slot = victim.granted();
+    if (!early) victim.accept();
+    const Fetch other = victim.fetch(2);
+    if (!early) victim.accept();
+    victim.link->land(wire::Commit{2, 0, slot, 32 * 8 * 128, {}}.encode());
+    CHECK(victim.ended_with(mine, StatusCode::kProtocol));
+    CHECK(victim.ended_with(other, StatusCode::kProtocol));
+    CHECK(victim.untouched());
+  }
+}
+
+TEST_CASE("hostile: notices that are early, repeated or late do what one in time does") {
+  Victim victim(false);
+  Fetch fetch = victim.fetch();
+  const uint32_t slot = victim.granted();
+  const wire::Bytes wrong = wire::Commit{1, 0, slot, 32 * 8 * 128, {}}.encode();
+  victim.link->land(wire::Commit{99, 0, 12345, 7, {}}.encode());  // of no fetch: cancelled, say
+  victim.link->land(wrong);
+  victim.link->land(wrong);
+  CHECK_FALSE(fetch.done());
+  CHECK(victim.untouched());
+  victim.accept();
+  CHECK(victim.ended_with(fetch, StatusCode::kCorrupt));  // its digest is none
+  CHECK(victim.link->reason.empty());
+  for (int i = 0; i < 3; ++i) victim.link->land(wrong);
+  CHECK(victim.link->reason.empty());
+  victim.link->say(wire::encode_fetch_id(wire::MessageType::kCancelled, 1));
+  const AgentStats stats = victim.agent->stats();
+  CHECK(stats.free_slots == stats.slots);
+  CHECK(stats.digest_errors == 1);
+}
+
+TEST_CASE("hostile: what lands after a cancel stays in quarantine until the peer says so") {
+  Victim victim(false);
+  Fetch fetch = victim.fetch();
+  const uint32_t slot = victim.granted();
+  victim.accept();
+  fetch.cancel();
+  const wire::Bytes notice = wire::Commit{1, 0, slot, 32 * 8 * 128, {}}.encode();
+  for (int i = 0; i < 2; ++i) victim.link->land(notice);
+  CHECK(victim.agent->stats().quarantined_slots > 0);
+  CHECK(victim.untouched());
+  victim.link->say(wire::encode_fetch_id(wire::MessageType::kCancelled, 1));
+  victim.link->land(notice);
+  const AgentStats stats = victim.agent->stats();
+  CHECK(stats.free_slots == stats.slots);
+  CHECK(victim.link->reason.empty());
+}
+
+TEST_CASE("hostile: a producer has no business being written to") {
+  Victim victim(true);
+  const Offer offer = victim.offer();
+  victim.link->land(wire::Commit{1, 0, 0, 32 * 8 * 128, {}}.encode());
+  victim.link->land({});
+  CHECK_FALSE(victim.link->reason.empty());
+  CHECK_FALSE(offer.released());
 }
 
 }  // namespace
