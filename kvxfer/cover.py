@@ -64,6 +64,8 @@ class Ranks:
     """All ranks of a consumer: so many agents that share out each offer among them.
 
     With them a producer learns how many fetches to expect. All ranks pass the same, but for `own`.
+    Agents of a ticket that no rank needs, as where more agents hold the same heads than there are
+    ranks to fetch them, hear of nobody: name in tickets only as many as are to be asked.
 
     Parameters
     ----------
