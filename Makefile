@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-peers-setup wheel clean
+.PHONY: help demo test test-faults soak fuzz test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-micro bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,15 @@ test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" go
 	@build/release/kvxfer_gpu_tests_64 --no-intro
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
+
+test-faults: build-tests  ## run the fault campaign for two minutes (ARGS="--seed 7" passes options on)
+	@PYTHONPATH=tests $(PY) -m faults.campaign --minutes 2 $(ARGS)
+
+soak: build-tests  ## run the fault campaign for long (ARGS="--minutes 60 --json soak.json")
+	@PYTHONPATH=tests $(PY) -m faults.campaign --minutes 60 --steps 400 $(ARGS)
+
+fuzz: test-tools  ## fuzz every decoder with libFuzzer (needs clang; ARGS="--runs 10000000")
+	@tools/fuzz.sh $(ARGS)
 
 # Not part of `make test`: it needs a cross compiler and qemu.
 test-arm64: test-tools  ## compile for arm64, run the tests of digest, codecs and packing under qemu
@@ -80,13 +89,17 @@ docs: build  ## render the documentation into build/site
 	@tools/venv.sh docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-bench: build  ## run the transfer benchmark
-	@$(PY) benches/bench_transfer.py $(ARGS)
+bench: build  ## measure beside NIXL, Mooncake, UCX, sockets, memcpy; write docs/benchmarks.md
+	@tools/venv.sh bench plot
+	@$(PY) benches/bench_suite.py $(ARGS)
 
-bench-peers-setup:  ## install NIXL, which the benchmark compares with, into .venv-peers (1.2 GB)
+bench-micro: test-tools build  ## time plans, packing, codecs, digest, messages (pytest-benchmark)
+	@$(PY) -m pytest benches/micro --benchmark-only $(ARGS)
+
+bench-peers-setup:  ## install the rivals that the benchmark compares with into .venv-peers (1.3 GB)
 	@python3 -m venv .venv-peers
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
-	@.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps nixl nixl-cu12
+	@benches/baselines/install.sh .venv-peers/bin/pip
 
 wheel: build  ## build dist/*.whl and dist/*.tar.gz
 	@$(PY) -m pip install --quiet --disable-pip-version-check build

@@ -1,0 +1,98 @@
+"""Command line of the campaign."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from faults.campaign.driver import Outcome, run
+from faults.campaign.report import show, summary
+from faults.campaign.schedule import TRANSPORTS, Schedule, draw_schedule
+from faults.campaign.shrink import as_test, fails_like, shrink
+
+import kvxfer
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m faults.campaign", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2.0, help="how long (default: 2)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round (default: 1)")
+    parser.add_argument("--rounds", type=int, help="so many rounds, however long they take")
+    parser.add_argument("--steps", type=int, default=150, help="of each round (default: 150)")
+    parser.add_argument(
+        "--transports", default=",".join(TRANSPORTS), help="in turn (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write the summary to this file")
+    parser.add_argument("--replay", type=Path, help="run the schedule in this file")
+    parser.add_argument("--no-shrink", action="store_true", help="don't cut failing rounds down")
+    parser.add_argument(
+        "--sabotage",
+        choices=["wrong", "late", "leak"],
+        help="let the fleet do wrong, to see that it is noticed",
+    )
+    return parser.parse_args()
+
+
+def _round(schedule: Schedule, drawn: str, total: Outcome, arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    outcome = run(schedule, arguments.sabotage)
+    total.add(outcome)
+    print(
+        f"seed {schedule.seed} {schedule.transport}{' calm' if schedule.calm else ''}: "
+        f"{sum(outcome.operations.values())} operations, {sum(outcome.faults.values())} faults, "
+        f"{outcome.fetches['OK']} of {sum(outcome.fetches.values())} fetches delivered, "
+        f"{len(outcome.findings)} findings, {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
+    if not outcome.findings:
+        return
+    for finding in outcome.findings[:10]:
+        print(f"  {finding.kind}: {finding.why}", flush=True)
+    kept = list(range(len(schedule.steps)))
+    if not arguments.no_shrink:
+        kept = shrink(
+            schedule,
+            lambda part: fails_like(part, outcome.findings, sabotage=arguments.sabotage),
+        )
+        print(f"  {len(kept)} of its {len(schedule.steps)} steps do it:\n", flush=True)
+        print(as_test(schedule, drawn, kept, outcome.findings), flush=True)
+
+
+def main() -> int:
+    arguments = _arguments()
+    total = Outcome()
+    began = time.monotonic()
+    if arguments.replay is not None:
+        text = arguments.replay.read_text()
+        _round(Schedule.from_json(text), f"Schedule.from_json({text!r})", total, arguments)
+    else:
+        transports = arguments.transports.split(",")
+        for number in itertools.count():
+            over = time.monotonic() - began > 60 * arguments.minutes
+            if number >= arguments.rounds if arguments.rounds is not None else over:
+                break
+            seed, transport = arguments.seed + number, transports[number % len(transports)]
+            calm = number % 10 == 9
+            schedule = draw_schedule(seed, transport, arguments.steps, calm=calm)
+            drawn = f"draw_schedule({seed}, {transport!r}, {arguments.steps}, calm={calm})"
+            _round(schedule, drawn, total, arguments)
+    result = summary(
+        total,
+        version=kvxfer.__version__,
+        seed=arguments.seed,
+        transports=arguments.transports,
+        steps=arguments.steps,
+        seconds=round(time.monotonic() - began, 1),
+    )
+    print(show(result))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    return bool(total.findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""A TCP proxy in front of a producer, which does to bytes and connections what networks do."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+
+from kvxfer.handshake import split_address
+
+_PIECE = 16 << 10
+_TICK = 0.05  # seconds after which a thread looks whether its connection is still wanted
+_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
+
+
+class _Pair:
+    """A connection through the proxy: the consumer's end and the producer's."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client, self.server = client, server
+        self.running = 2
+        self.half = False
+
+    def abort(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+        sock.close()
+
+
+class Proxy:
+    """Forwards connections to `target`, which may change. `begin` and `end` turn faults on and off.
+
+    ``reset``: connections end with RST. ``half``: one end does, the other hears nothing.
+    ``freeze``: nothing passes, nothing is said, as in a partition. ``delay``: all is late.
+    ``corrupt``, ``duplicate``, ``truncate``: that happens to one piece of what passes.
+    """
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listening.settimeout(_TICK)
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.target: str | None = None
+        self._lock = threading.Lock()
+        self._pairs: list[_Pair] = []
+        self._open = threading.Event()  # cleared while frozen
+        self._open.set()
+        self._delay = 0.0
+        self._damage: list[tuple[str, str, random.Random]] = []
+        self.corrupted: list[float] = []  # when a bit was flipped
+        self._over = False
+        threading.Thread(target=self._accept, daemon=True, name="campaign-proxy").start()
+
+    def close(self) -> None:
+        self._over = True
+        self._open.set()
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            pair.client.close()
+            pair.server.close()
+
+    def begin(self, how: str, direction: str, seed: int) -> None:
+        """Begin a fault in one direction: "up" is to the producer."""
+        with self._lock:
+            pairs = list(self._pairs)
+            if how in ("corrupt", "duplicate", "truncate"):
+                self._damage.append((how, direction, random.Random(seed)))
+        if how == "reset":
+            for pair in pairs:
+                pair.abort(pair.client)
+                pair.abort(pair.server)
+        elif how == "half":
+            for pair in pairs:
+                pair.half = True
+                pair.abort(pair.server if direction == "up" else pair.client)
+        elif how == "freeze":
+            self._open.clear()
+        elif how == "delay":
+            self._delay = 0.02
+
+    def end(self, how: str) -> None:
+        if how == "freeze":
+            self._open.set()
+        elif how == "delay":
+            self._delay = 0.0
+        elif how == "half":
+            with self._lock:
+                halves = [pair for pair in self._pairs if pair.half]
+            for pair in halves:
+                pair.client.close()
+                pair.server.close()
+        with self._lock:
+            self._damage = [entry for entry in self._damage if entry[0] != how]
+
+    def _accept(self) -> None:
+        with self._listening:
+            while not self._over:
+                try:
+                    client, _ = self._listening.accept()
+                except OSError:
+                    continue
+                threading.Thread(
+                    target=self._connect, args=(client,), daemon=True, name="campaign-proxy"
+                ).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        self._open.wait()
+        try:
+            assert self.target is not None
+            server = socket.create_connection(split_address(self.target), 5)
+        except (OSError, AssertionError):
+            client.close()
+            return
+        pair = _Pair(client, server)
+        for sock in (client, server):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(_TICK)
+        with self._lock:
+            self._pairs.append(pair)
+        threading.Thread(
+            target=self._pump, args=(pair, server, client, "down"), daemon=True
+        ).start()
+        self._pump(pair, client, server, "up")
+
+    def _pump(
+        self, pair: _Pair, source: socket.socket, target: socket.socket, direction: str
+    ) -> None:
+        try:
+            while not self._over:
+                try:
+                    data = source.recv(_PIECE)
+                except TimeoutError:
+                    continue
+                self._open.wait()
+                if self._delay:
+                    time.sleep(self._delay)
+                if not data:
+                    target.shutdown(socket.SHUT_WR)
+                    break
+                self._pass_on(target, self._damaged(data, direction))
+        except OSError:
+            # One end has gone: the other is told, unless it is not to know.
+            if not pair.half:
+                source.close()
+                target.close()
+        with self._lock:
+            pair.running -= 1
+            over = pair.running == 0 and not pair.half
+            if over:
+                self._pairs.remove(pair)
+        if over:
+            source.close()
+            target.close()
+
+    def _pass_on(self, target: socket.socket, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[target.send(rest) :]
+            except TimeoutError:
+                if self._over:
+                    return
+
+    def _damaged(self, data: bytes, direction: str) -> bytes:
+        if not self._damage:
+            return data
+        with self._lock:
+            for entry in self._damage:
+                how, where, draw = entry
+                if where != direction:
+                    continue
+                # Some pieces pass, so that it meets every stage of a conversation.
+                if draw.random() < 0.7:
+                    continue
+                self._damage.remove(entry)
+                at = draw.randrange(len(data))
+                if how == "corrupt":
+                    raw = bytearray(data)
+                    raw[at] ^= 1 << draw.randrange(8)
+                    self.corrupted.append(time.monotonic())
+                    return bytes(raw)
+                if how == "duplicate":
+                    return data[:at] + data[at // 2 : at] + data[at:]
+                return data[:at] + data[at + 1 + (len(data) - at) // 2 :]
+        return data

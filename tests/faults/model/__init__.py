@@ -1,0 +1,1 @@
+"""The protocol as a small machine, all of whose states are visited."""
