@@ -56,10 +56,12 @@ vllm-tools: build-tests
 
 # Not part of `make test`: vLLM is large and its engines take their time to start.
 test-vllm: vllm-tools  ## test the vLLM connector against vLLM in .venv-vllm (ARGS="-m slow" for the rest)
-	@.venv-vllm/bin/python -m pytest tests/integrations -W default -o timeout=900 -m 'not slow' $(ARGS)
+	@test -f build/vllm.skipped || \
+		.venv-vllm/bin/python -m pytest tests/integrations -W default -o timeout=900 -m 'not slow' $(ARGS)
 
 demo-vllm: vllm-tools  ## serve with a prefill and a decode engine of vLLM, compare with one engine
-	@PYTHONPATH=tests/integrations .venv-vllm/bin/python -m rig.demo $(ARGS)
+	@test -f build/vllm.skipped || \
+		PYTHONPATH=tests/integrations .venv-vllm/bin/python -m rig.demo $(ARGS)
 
 lint-tools:
 	@tools/system.sh
