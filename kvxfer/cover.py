@@ -119,11 +119,12 @@ class Ranks:
             )
         start = int.from_bytes(ticket.generation[:8], "big")
         own: list[Part] = []
-        count: Counter[int] = Counter()
+        names = [(agent.name, agent.address) for agent in ticket.agents]  # of which some may repeat
+        count: Counter[tuple[str, str]] = Counter()
         for rank, (begin, end) in enumerate(self.heads):
             its_layers = layers if self.layers is None else self.layers[rank]
             parts = cover(ticket.agents, its_layers, (begin, end), start + rank)
-            count.update({agent for agent, *_ in parts})
+            count.update({names[agent] for agent, *_ in parts})
             if rank == self.own:
                 own = parts
-        return own, count
+        return own, Counter({agent: count[name] for agent, name in enumerate(names)})

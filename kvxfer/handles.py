@@ -123,11 +123,16 @@ class Fetch(_Handle):
     _core: CoreFetch
 
     def __init__(
-        self, core: CoreFetch, cache: Cache, watch: Callable[[Fetch | Offer], None]
+        self,
+        core: CoreFetch,
+        cache: Cache,
+        watch: Callable[[Fetch | Offer], None],
+        failed: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(watch)
         self._core = core
         self._cache = cache  # its memory is being written
+        self._failed = failed  # is told once, when somebody asks what went wrong
 
     @property
     def done(self) -> bool:
@@ -149,7 +154,13 @@ class Fetch(_Handle):
         if not self.done:
             return None
         name, message = self._core.status()
-        return None if name == "OK" else TransferError(Status(name), message)
+        if name == "OK":
+            return None
+        error = TransferError(Status(name), message)
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed(str(error))
+        return error
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it has ended.
@@ -303,7 +314,7 @@ class Offer(_Handle):
 
     @property
     def status(self) -> Status | None:
-        """How it ended: OK when all expected consumers were served, EXPIRED, CANCELLED, CLOSED."""
+        """How it ended: OK when all expected consumers were served, or declined; else why."""
         return Status(self._core.outcome()[0]) if self.released else None
 
     @property

@@ -147,6 +147,14 @@ def test_ranks_agree_on_who_fetches_from_whom(
         assert {told[index] for mine, told in found if index in mine} <= {asked}
 
 
+def test_an_agent_that_a_ticket_names_twice_is_one() -> None:
+    ticket = parsed(agent("p", ("a",)), agent("p", ("b",)))
+    ranks = [Ranks(own, [(0, 4)] * 2, [("a",), ("b",)]) for own in range(2)]
+    for own, layers in enumerate([("a",), ("b",)]):
+        parts, count = ranks[own].share(ticket, layers, (0, 4))
+        assert [count[index] for index, *_ in parts] == [2]
+
+
 def test_ranks_spread_tickets_over_replicas() -> None:
     agents = [agent(f"p{i}") for i in range(4)]
     chosen = set()
