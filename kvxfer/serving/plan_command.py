@@ -1,4 +1,7 @@
-"""``kvxfer plan``: how many engines of which kind; ``kvxfer plan fit``: what their steps cost."""
+"""``kvxfer plan``: how many engines of which kind.
+
+``kvxfer plan fit``: what their steps cost. ``kvxfer plan watch``: how many right now.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvxfer.errors import InvalidError
+from kvxfer.serving import watch_command
 from kvxfer.serving.cost_model import Link
 from kvxfer.serving.fit import fit
 from kvxfer.serving.goodput import Promise
@@ -133,14 +137,21 @@ def run_fit(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    fitting = given[:1] == ["fit"]
+    name = given[0] if given[:1] in (["fit"], ["watch"]) else ""
     parser = argparse.ArgumentParser(
-        prog="kvxfer plan fit" if fitting else "kvxfer plan", description=__doc__
+        prog=f"kvxfer plan {name}".strip(),
+        description=watch_command.__doc__ if name == "watch" else __doc__,
+        epilog=None if name else "kvxfer plan fit --help, kvxfer plan watch --help",
     )
-    (add_fit_arguments if fitting else add_arguments)(parser)
-    options = parser.parse_args(given[1:] if fitting else given)
+    add, start = {
+        "": (add_arguments, run),
+        "fit": (add_fit_arguments, run_fit),
+        "watch": (watch_command.add_arguments, watch_command.run),
+    }[name]
+    add(parser)
+    options = parser.parse_args(given[1:] if name else given)
     try:
-        return (run_fit if fitting else run)(options)
+        return start(options)
     except InvalidError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 1
