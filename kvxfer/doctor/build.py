@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from kvxfer import _core
 from kvxfer.doctor.findings import Finding, State
 from kvxfer.errors import Error
 from kvxfer.transports import Transport
@@ -21,6 +21,10 @@ def check_build(
     transports: dict[str, Transport], answers: dict[str, dict[str, Any]]
 ) -> list[Finding]:
     """Return what this build has, and for what it has not, why and what to do."""
+    try:
+        from kvxfer import _core
+    except ImportError as error:
+        return [_unloadable(error), *(_library(name, it, True) for name, it in answers.items())]
     info = _core.build_info()
     plain = info["build_type"] in ("Release", "RelWithDebInfo") and not info["sanitize"]
     sanitized = f", with {info['sanitize']}" if info["sanitize"] else ""
@@ -33,7 +37,7 @@ def check_build(
             "" if plain else "a build for finding faults, several times slower",
             "" if plain else "pip install kvxfer, or make build",
         ),
-        _simd(),
+        _simd(_core.simd_variants(), _core.simd_variant),
     ]
     findings += [_transport(transport) for transport in transports.values()]
     for name, back_end in info["back_ends"].items():
@@ -50,10 +54,20 @@ def check_build(
     return findings
 
 
-def _simd() -> Finding:
-    variants = _core.simd_variants()
+def _unloadable(error: ImportError) -> Finding:
+    return Finding(
+        "build.core",
+        "kvxfer's compiled part",
+        f"it can't be loaded: {error}",
+        State.BAD,
+        "no agent starts, so nothing is transferred",
+        "pip install --force-reinstall kvxfer with the Python that runs it, or make build",
+    )
+
+
+def _simd(variants: list[str], chosen: Callable[[], str]) -> Finding:
     try:
-        used = _core.simd_variant()
+        used = chosen()
     except Error as error:  # KVXFER_SIMD names one that there is not
         why = "no agent starts with it"
         return Finding("build.simd", "SIMD", str(error), State.BAD, why, "unset KVXFER_SIMD")

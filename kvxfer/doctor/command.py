@@ -90,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check(parser, options)
     try:
         return _run(options)
+    except ImportError as error:
+        sys.stderr.write(f"kvxfer doctor: its compiled part can't be loaded: {error}\n")
+        return 2
     except (Error, OSError) as error:
         sys.stderr.write(f"kvxfer doctor: {error}\n")
         return 2
@@ -98,17 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Here, for these take their time to load, which --help need not.
     from kvxfer.doctor.examine import examine
-    from kvxfer.doctor.peer import check_peer, serve
     from kvxfer.doctor.report import report
     from kvxfer.doctor.tree import open_tree
 
     knobs: dict[str, Any] = {"insecure": True} if options.insecure else {}
     if options.listen:
         from kvxfer.config import Config
+        from kvxfer.doctor.peer import serve
 
         return serve(options.listen, Config(**knobs))
     tree = open_tree(options.root)
-    peer = functools.partial(check_peer, options.peer) if options.peer else None
+    peer = None
+    if options.peer:
+        from kvxfer.doctor.peer import check_peer
+
+        peer = functools.partial(check_peer, options.peer)
     examination = examine(tree, not options.no_self_test, peer)
     if options.record:
         tree.write(options.record)

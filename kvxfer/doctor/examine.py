@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
-from kvxfer import _core
 from kvxfer.doctor.affinity import Affinity, affinity_of, check_affinity
 from kvxfer.doctor.ask import ask_all
 from kvxfer.doctor.build import check_build
@@ -16,7 +16,6 @@ from kvxfer.doctor.gpus import check_gpus, find_gpus
 from kvxfer.doctor.host import check_host, describe_host
 from kvxfer.doctor.nic_checks import check_nics
 from kvxfer.doctor.nics import find_nics
-from kvxfer.doctor.selftest import Producer, test_paths
 from kvxfer.doctor.tree import Tree
 from kvxfer.transports import Transport, transports
 
@@ -53,23 +52,43 @@ def examine(
     peer: Callable[[dict[str, Transport]], list[Finding]] | None = None,
 ) -> Examination:
     """Examine a host; the self-test and `peer` only on the one that this process runs on."""
-    producer = Producer() if self_test and tree.live else None
+    known = _transports()
+    producer = None
+    if self_test and tree.live and known:
+        from kvxfer.doctor.selftest import Producer, test_paths  # needs the compiled part
+
+        producer = Producer()
     try:
-        known = transports()
         answers = ask_all(tree)
         gpus, nics = find_gpus(tree, answers), find_nics(tree, answers)
         affinity = affinity_of(gpus, nics)
+        verbs = "verbs" in known and known["verbs"].available
         findings = check_build(known, answers) if tree.live else []
         findings += check_gpus(tree, gpus, answers)
-        findings += check_nics(tree, nics, answers, known["verbs"].available)
+        findings += check_nics(tree, nics, answers, verbs)
         findings += check_affinity(affinity)
         findings += check_gpudirect(tree, gpus, affinity, answers)
         findings += check_host(tree, gpus, nics, os.environ)
         if producer is not None:
             findings += test_paths(known, producer)
-        if peer is not None:
+        if peer is not None and known:
             findings += peer(known)
     finally:
         if producer is not None:
             producer.close()
-    return Examination(_core.__version__, describe_host(tree), findings, affinity)
+    return Examination(_version(), describe_host(tree), findings, affinity)
+
+
+def _transports() -> dict[str, Transport]:
+    """Return the transports; none where the compiled part can't be loaded, which build tells."""
+    try:
+        return transports()
+    except ImportError:
+        return {}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvxfer")
+    except metadata.PackageNotFoundError:  # run from a folder, and never installed
+        return "unknown"

@@ -164,6 +164,34 @@ def test_settings_that_narrow_the_choice_leave_the_test_alone():
     assert {one["state"] for one in tested.values()} == {"ok"}
 
 
+def without_the_core(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys; sys.modules['kvxfer._core'] = None; from kvxfer import cli; "
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env=surroundings(),
+    )
+
+
+def test_a_build_that_does_not_load():
+    done = without_the_core("doctor", "--json")
+    assert done.stderr == ""
+    assert done.returncode == 1
+    record = json.loads(done.stdout)
+    validate(record)
+    assert findings(record, "build")["build.core"]["state"] == "bad"
+    assert findings(record, "selftest") == {}
+    done = without_the_core("doctor", "--peer", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert "compiled part" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_secret_is_not_printed():
     done = run("--no-self-test", "--json", KVXFER_SECRET="open sesame")
     assert "KVXFER_SECRET" in done.stdout

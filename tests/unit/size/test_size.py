@@ -316,6 +316,15 @@ def test_as_a_user_runs_it():
     assert run("--list").stdout.split() == list(CONFIGS)
 
 
+def test_it_needs_nothing_that_is_compiled():
+    code = (
+        "import sys; sys.modules['kvxfer._core'] = None; from kvxfer import cli; "
+        "sys.exit(cli.main(['size', 'llama-3-70b', '--codec', 'int8', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_loads_little():
     code = (
         "import sys; from kvxfer import cli\n"
