@@ -94,6 +94,8 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         seconds = sum(self.data.get("load_seconds", ()))
         if seconds:
             reduced["GB/s"] = round(self.data.get("loaded_bytes", 0) / seconds / 1e9, 3)
+        if self.data.get("wire_bytes"):
+            reduced["codec ratio"] = round(self.data["loaded_bytes"] / self.data["wire_bytes"], 2)
         return reduced
 
 

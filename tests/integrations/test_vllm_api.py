@@ -40,19 +40,46 @@ def test_signatures_are_those_of_the_base(fake: Any) -> None:
     assert not KvxferConnector.__abstractmethods__
 
 
-def test_importing_starts_nothing(fake: Any) -> None:
-    code = (
+def _run(code: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
+def test_importing_loads_and_starts_nothing() -> None:
+    """Also where there is no vLLM: an ImportError at this place would end its server."""
+    _run(
+        "import sys, threading\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "import kvxfer.integrations.vllm_connector\n"
+        "assert callable(kvxfer.integrations.vllm_connector.register)\n"
+        "assert 'kvxfer._core' not in sys.modules\n"
+        "assert threading.active_count() == 1\n"
+    )
+
+
+def test_what_every_process_of_vllm_loads(fake: Any) -> None:
+    """The entry point, and the class: its frontend asks it for stats, metrics and layout."""
+    _run(
         "import sys, threading\n"
         "from kvxfer.integrations.vllm_connector import register\n"
         "register(); register()\n"
-        "assert threading.active_count() == 1\n"
-        "assert 'kvxfer.integrations.vllm_connector.worker' not in sys.modules\n"
         "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
         "found = KVConnectorFactory.get_connector_class_by_name('KvxferConnector')\n"
         "assert found.__name__ == 'KvxferConnector'\n"
+        "assert found.requires_piecewise_for_cudagraph({})\n"
+        "found.build_kv_connector_stats({'loads': 1}).reduce()\n"
+        "assert 'kvxfer._core' not in sys.modules\n"
         "assert 'kvxfer.integrations.vllm_connector.worker' not in sys.modules\n"
+        "assert threading.active_count() == 1\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
+def test_the_entry_point_is_named(fake: Any) -> None:
+    from importlib.metadata import entry_points
+
+    named = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
+    if "kvxfer" not in named:
+        pytest.skip("kvxfer is imported from its sources, not installed")
+    assert named["kvxfer"] == "kvxfer.integrations.vllm_connector:register"
 
 
 def test_by_module_path(fake: Any) -> None:
@@ -70,12 +97,63 @@ def test_by_module_path(fake: Any) -> None:
 
 
 def test_unknown_options_are_refused(engine: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="has codex, which KvxferConnector does not know; .*codec"):
+    from kvxfer.errors import ConfigError
+
+    with pytest.raises(
+        ConfigError, match="has codex, which KvxferConnector does not know; .*codec"
+    ):
         engine("kv_both", extra={"codex": "int8"})
-    with pytest.raises(ValueError, match="kv_connector_extra_config: .*int9"):
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: .*int9"):
         engine("kv_both", extra={"codec": "int9"})
-    with pytest.raises(ValueError, match="lease is 0"):
+    with pytest.raises(ConfigError, match="lease is 0"):
         engine("kv_both", extra={"lease": 0})
+
+
+def test_engines_that_cannot_be_served_are_refused(engine: Callable[..., Any]) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from kvxfer.errors import ConfigError, Error
+    from kvxfer.integrations.vllm_connector.compat import check_supported
+
+    assert issubclass(ConfigError, (Error, ValueError))
+    config = engine("kv_both").config
+    attention = SimpleNamespace(transfer_group_ids=[])
+    check_supported(config, attention)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        parallel = SimpleNamespace(**{name: 2})
+        with pytest.raises(ConfigError, match=f"does not know {name} > 1, this engine has 2"):
+            check_supported(SimpleNamespace(parallel_config=parallel), attention)
+    group = SimpleNamespace(
+        layer_names=["model.layers.3.mixer"], kv_cache_spec=MambaSpec.__new__(MambaSpec)
+    )
+    mamba = SimpleNamespace(transfer_group_ids=[0], kv_cache_groups=[group])
+    with pytest.raises(ConfigError, match="'model.layers.3.mixer' keeps a MambaSpec"):
+        check_supported(config, mamba)
+
+
+def test_tensors_that_cannot_be_served_are_refused(engine: Callable[..., Any]) -> None:
+    import torch
+
+    from kvxfer.errors import LayoutError
+
+    worker = engine("kv_both").worker
+    (name, *_), shape = (
+        worker.worker._kv_cache_config.kv_cache_groups[0].layer_names,
+        (64, 4, 32, 128),
+    )
+    with pytest.raises(LayoutError, match=f"{name}' has its KV on meta: .*CPU"):
+        worker.register_kv_caches({name: torch.empty(shape, device="meta")})
+    with pytest.raises(LayoutError, match=f"{name}' has a KV tensor of shape .*--block-size"):
+        worker.register_kv_caches({name: torch.empty((64, 4, 16, 128))})
+
+
+def test_layout_that_is_asked_for(engine: Callable[..., Any]) -> None:
+    from kvxfer.integrations.vllm_connector import KvxferConnector
+
+    config = engine("kv_both").config
+    assert KvxferConnector.get_required_kvcache_layout(config) == "LBHNC"
+    latent = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
+    assert KvxferConnector.get_required_kvcache_layout(latent) is None
 
 
 def test_weights_that_differ_in_the_middle_only(fake: Any, tmp_path: Path) -> None:
@@ -149,6 +227,58 @@ def test_prometheus_metrics(fake: Any) -> None:
     assert registry.get_sample_value("vllm:kvxfer_load_seconds_count", labels) == 2
     labels["reason"] = "stale"
     assert registry.get_sample_value("vllm:kvxfer_failures_total", labels) == 3
+
+
+def test_a_line_a_minute_where_vllm_logs_none(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rig import pair
+
+    from kvxfer.integrations.vllm_connector import scheduler
+
+    lines: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "info", lambda text, *given: lines.append(text % given))
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    assert not d.connector.scheduler.logs  # its stats logging is on
+    d.connector.bind_kv_cache_manager(
+        SimpleNamespace(log_stats=False, block_pool=d.scheduler.kv_cache_manager.block_pool)
+    )
+    for number in range(2):
+        tokens = pair.prompt(100, number)
+        pair.decode(d, tokens, pair.prefill(p, tokens)[1], p)
+    assert not lines
+    monkeypatch.setattr(scheduler, "_QUIET", 0.0)
+    d.add([1, 2])
+    pair.settle(d)
+    (line,) = lines
+    assert "loads=2" in line
+    assert "loaded_tokens=198" in line
+    assert "codec ratio=1.0" in line
+
+
+def test_lines_in_the_log_of_vllm(engine: Callable[..., Any]) -> None:
+    from rig import pair
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    logging = {side: KVConnectorLogging(side.config.kv_transfer_config) for side in (p, d)}
+    tokens = pair.prompt(100)
+    for side in (p, d):
+        counted = side._count
+        side._count = lambda data, counted=counted, side=side: (
+            counted(data),
+            logging[side].observe(dict(data)) if data else None,
+        )
+    pair.decode(d, tokens, pair.prefill(p, tokens)[1], p)
+    pair.settle(p, d)
+    lines: list[str] = []
+    for each in logging.values():
+        each.log(lambda text, *given: lines.append(text % given))
+    sent, loaded = lines
+    assert "sends=1" in sent
+    assert "sent_bytes=" in sent
+    assert "loads=1" in loaded
+    assert "GB/s=" in loaded
 
 
 def test_under_multi_connector(engine: Callable[..., Any], fake: Any) -> None:

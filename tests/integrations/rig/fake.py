@@ -1,7 +1,7 @@
 """An engine whose scheduler, connector and KV memory are real, and whose model is arithmetic.
 
-What it writes for a token depends on all tokens before it, and before each step it reads what the
-step builds on. So one wrong, missing or stale element shows, and a thousand requests take seconds.
+What it writes for a token depends on all tokens before it, and in each step it reads what the step
+builds on. So one wrong, missing or stale element shows, and a thousand requests take seconds.
 """
 
 from __future__ import annotations
@@ -350,7 +350,6 @@ class Engine:
             tokens = list(request.all_token_ids)
             chain = chain_of(tokens)
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
-            self._check(name, chain, blocks, begin)
             work.append((name, begin, begin + count, chain, blocks, len(tokens)))
         for group, names in enumerate(self.layers):
             for (layer, name), rank in itertools.product(enumerate(names), self.ranks):
@@ -366,6 +365,9 @@ class Engine:
                     )
                     rank.write(name, key, value, slots)
                 rank.worker.save_kv_layer(name, rank.kv[name], None)
+        # Attention reads when all of the batch have written: one's prefix may be another's work.
+        for name, begin, _, chain, blocks, _ in work:
+            self._check(name, chain, blocks, begin)
         return {
             name: [int(chain[end - 1]) % 509 + 3] if end == total else []
             for name, _, end, chain, _, total in work
