@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-faults soak fuzz test-arm64 test-vllm demo-vllm vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-micro bench-peers-setup wheel clean
+.PHONY: help demo test test-faults soak fuzz test-arm64 test-vllm demo-vllm demo-gateway vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-micro bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ test-vllm: vllm-tools  ## test the vLLM connector against vLLM in .venv-vllm (AR
 demo-vllm: vllm-tools  ## serve with a prefill and a decode engine of vLLM, compare with one engine
 	@test -f build/vllm.skipped || \
 		PYTHONPATH=tests/integrations .venv-vllm/bin/python -m rig.demo $(ARGS)
+
+demo-gateway: vllm-tools  ## the same behind the gateway, under load; its prefill engine is killed
+	@test -f build/vllm.skipped || \
+		PYTHONPATH=tests:tests/integrations .venv-vllm/bin/python -m gateway.demo $(ARGS)
 
 lint-tools:
 	@tools/system.sh
