@@ -122,9 +122,8 @@ def beside(
         for one in counts.of("kvxfer_gateway_decisions_total")
     }
     print(f"  where prompts went: {decided}")
-    print(
-        f"  the prefill engine was asked {asked:.0f} times, for {found['long_prompts']} long prompts"
-    )
+    long = found["long_prompts"]
+    print(f"  the prefill engine was asked {asked:.0f} times, for {long} long prompts")
     if asked > long + 2:  # and perhaps a canary or two
         wrong.append("short prompts went to the prefill engine")
     if counts.total("kvxfer_gateway_decode_reprefill_total"):
