@@ -30,11 +30,16 @@ def _parse(name: str, text: str, kind: type) -> object:
 
 
 @overload
-def _knob(variable: str, default: Callable[[], _T], unit: str, doc: str) -> _T: ...
+def _knob(
+    variable: str, default: Callable[[], _T], unit: str, doc: str, shown: bool = True
+) -> _T: ...
 @overload
-def _knob(variable: str, default: _T, unit: str, doc: str) -> _T: ...
-def _knob(variable: str, default: object, unit: str, doc: str) -> object:
-    """Declare a field that its environment variable overrides and an argument overrides again."""
+def _knob(variable: str, default: _T, unit: str, doc: str, shown: bool = True) -> _T: ...
+def _knob(variable: str, default: object, unit: str, doc: str, shown: bool = True) -> object:
+    """Declare a field that its environment variable overrides and an argument overrides again.
+
+    One that is not `shown` is left out of what ``repr()`` says.
+    """
 
     def value() -> object:
         fallback = default() if callable(default) else default
@@ -46,7 +51,7 @@ def _knob(variable: str, default: object, unit: str, doc: str) -> object:
     known = default() if callable(default) else default
     kind = str if known is None else type(known)
     metadata = {"variable": variable, "unit": unit, "doc": doc, "kind": kind}
-    return dataclasses.field(default_factory=value, metadata=metadata)
+    return dataclasses.field(default_factory=value, metadata=metadata, repr=shown)
 
 
 # Smallest and largest value. A chunk is one write, of which 1 GiB is the most.
@@ -73,12 +78,26 @@ def _check(name: str, value: object, kind: type) -> None:
     )
     optional = kind is str and name not in ("transport", "codec")
     if not fits and not (optional and value is None):
-        raise ConfigError(f"{name} is {value!r}: expected {kind.__name__}")
+        found = type(value).__name__ if name == "secret" else repr(value)
+        raise ConfigError(f"{name} is {found}: expected {kind.__name__}")
     if name in _LIMITS:
         low, high = _LIMITS[name]
         assert isinstance(value, numbers.Real)
         if not low <= float(value) <= high:
             raise ConfigError(f"{name} is {value}: it must be {low} to {high}")
+
+
+def _read_secret(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            secret = file.read(1 << 16).rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        # Of what is in it nothing is said.
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"secret_file {path!r} cannot be read: {why}") from None
+    if not secret:
+        raise ConfigError(f"secret_file {path!r} is empty: write the shared secret into it")
+    return secret
 
 
 def _default_threads() -> int:
@@ -106,6 +125,10 @@ class Config:
         None,
         "text",
         "shared secret of all agents; without one anybody may connect",
+        shown=False,
+    )
+    secret_file: str | None = _knob(
+        "KVXFER_SECRET_FILE", None, "path", "file that holds the secret, where secret is not set"
     )
     insecure: bool = _knob(
         "KVXFER_INSECURE", False, "bool", "listen beyond loopback although there is no secret"
@@ -191,6 +214,8 @@ class Config:
                 f"heartbeat_timeout is {self.heartbeat_timeout} s: it must be at least twice "
                 f"heartbeat_interval, which is {self.heartbeat_interval} s"
             )
+        if self.secret is None and self.secret_file is not None:
+            object.__setattr__(self, "secret", _read_secret(self.secret_file))
         if self.secret == "":
             raise ConfigError("secret is empty: leave it out, or set one")
         try:

@@ -114,7 +114,7 @@ def test_an_environment_that_makes_no_sense(
         ({"handshake_timeout": "5"}, "handshake_timeout is '5': expected float"),
         ({"digest": 1}, "digest is 1: expected bool"),
         ({"secret": ""}, "secret is empty"),
-        ({"secret": b"s"}, "secret is b's': expected str"),
+        ({"secret": b"s"}, "secret is bytes: expected str"),
         ({"transport": None}, "transport is None: expected str"),
         ({"interface": 7}, "interface is 7: expected str"),
     ],

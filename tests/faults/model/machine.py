@@ -11,7 +11,7 @@ begins, it writes, it commits.
 
 * a slot is written after it was given back, or a block read after it was;
 * a fetch ends well with anything but what was offered under the generation that it asked for;
-* a fetch, a slot or a block is held for ever: what the two sides do by themselves must lead to rest.
+* a fetch, a slot or a block is held for ever: what both sides do by themselves must lead to rest.
 
 Each name in `MUTANTS` is a rule that can be left out. A check that does not notice that is worth
 nothing.
