@@ -5,7 +5,8 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kHistory = 4096;  // ended offers whose fate late fetches are told
+constexpr size_t kHistory = 4096;    // ended offers whose fate late fetches are told
+constexpr size_t kConsumers = 4096;  // of an offer, that are told apart
 
 void remember(AgentCore& core, const Generation& generation, const Status& outcome) {
   core.history[generation] = outcome;
@@ -42,6 +43,10 @@ void count_end(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
 
 Consumer consumer_of(const Serve& serve) { return {serve.peer->name, serve.request.cache_id}; }
 
+void note_fetch(OfferState& offer, const Serve& serve) {
+  if (offer.fetched_by.size() < kConsumers) offer.fetched_by.insert(consumer_of(serve));
+}
+
 }  // namespace
 
 void renew_lease(OfferState& offer) {
@@ -74,7 +79,7 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
 void count_fetch(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve) {
   if (offer->ended) return;
   renew_lease(*offer);
-  offer->fetched_by.insert(consumer_of(serve));
+  note_fetch(*offer, serve);
   if (offer->declined_by.erase(consumer_of(serve)) > 0) {
     --offer->declines;  // it changed its mind, and was counted then
     return;
@@ -88,8 +93,9 @@ void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, co
   const Consumer who = consumer_of(serve);
   // A fetch that was given up was not counted before. Else it may be the same that is told twice.
   if (serve.given_up) {
-    offer->fetched_by.insert(who);
-  } else if (offer->fetched_by.contains(who) || !offer->declined_by.insert(who).second) {
+    note_fetch(*offer, serve);
+  } else if (offer->fetched_by.contains(who) || offer->declined_by.size() >= kConsumers ||
+             !offer->declined_by.insert(who).second) {
     return;
   }
   renew_lease(*offer);
