@@ -281,26 +281,28 @@ def test_lines_in_the_log_of_vllm(engine: Callable[..., Any]) -> None:
     assert "GB/s=" in loaded
 
 
-def test_under_multi_connector(engine: Callable[..., Any], fake: Any) -> None:
-    from rig import pair
+def _several(role: str, *others: dict[str, Any]) -> Any:
     from vllm.config import KVTransferConfig
 
-    def transfer(role: str) -> KVTransferConfig:
-        ours = {"kv_connector": "KvxferConnector", "kv_role": role}
-        other = {
-            "kv_connector": "KeepingConnector",
-            "kv_role": role,
-            "kv_connector_module_path": "rig.keeping",
-        }
-        return KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role=role,
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": [ours, other]},
-        )
+    ours = {"kv_connector": "KvxferConnector", "kv_role": role}
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role=role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [ours, *others]},
+    )
 
-    p = engine("kv_producer", transfer=transfer("kv_producer"))
-    d = engine("kv_consumer", transfer=transfer("kv_consumer"))
+
+def test_under_multi_connector(engine: Callable[..., Any], fake: Any) -> None:
+    from rig import pair
+
+    other = {
+        "kv_connector": "KeepingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "rig.keeping",
+    }
+    p = engine("kv_producer", transfer=_several("kv_producer", other))
+    d = engine("kv_consumer", transfer=_several("kv_consumer", other))
     for length in (1, 100, 500):
         tokens = pair.prompt(length)
         _, params = pair.prefill(p, tokens)
@@ -309,3 +311,35 @@ def test_under_multi_connector(engine: Callable[..., Any], fake: Any) -> None:
     d.step()
     d.abort(name)
     pair.settle(p, d)
+
+
+def test_beside_the_offloading_connector(
+    engine: Callable[..., Any], fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it keeps of fetched blocks serves later prompts, and both hold a request's blocks."""
+    from rig import offloading, pair
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    made = []
+
+    def worker(self: Any, kv_caches: Any) -> Any:
+        made.append(offloading.Copies(kv_caches))
+        return made[-1]
+
+    monkeypatch.setattr(CPUOffloadingSpec, "get_worker", worker)
+    other = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+    }
+    p = engine("kv_producer", num_blocks=24, transfer=_several("kv_producer", other))
+    d = engine("kv_consumer", num_blocks=24, transfer=_several("kv_consumer", other))
+    for number in range(8):  # more than either cache holds
+        tokens = pair.prompt(200, number % 4)
+        _, params = pair.prefill(p, tokens)
+        pair.decode(d, tokens, params, p)
+    pair.settle(p, d)
+    assert d.stats["loads"] > 0
+    assert "failures" not in d.stats
+    assert all(each.stored for each in made)
+    assert any(each.loaded for each in made)

@@ -102,12 +102,14 @@ class _Rank:
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(finished)
         stats = self.worker.get_kv_connector_stats()
+        meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         return KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             kv_connector_stats=stats,
+            kv_connector_worker_meta=meta,
         )
 
     def write(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -333,12 +335,12 @@ class Engine:
     def _count(self, data: dict[str, Any]) -> None:
         for name, value in data.items():
             if hasattr(value, "data"):  # MultiConnector's: by connector
-                self._count(value.data)
+                self._count(value.data if name == "KvxferConnector" else {})
             elif isinstance(value, dict):
                 ours = self.stats.setdefault(name, {})
                 for reason, count in value.items():
                     ours[reason] = ours.get(reason, 0) + count
-            elif not isinstance(value, list):
+            elif isinstance(value, (int, float)):
                 self.stats[name] = self.stats.get(name, 0) + value
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
