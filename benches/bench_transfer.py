@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvbench import fetches, growth, host, hostlimits, packing
+from kvbench import fetches, growth, host, hostlimits, packing, ucx
 from kvbench.measure import Patience, Report
 from kvbench.native import Native
 from kvbench.settings import Measurement, Settings
@@ -22,6 +22,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "digest": fetches.digest,
     "growth": growth.growth,
     "host": hostlimits.host,
+    "ucx": ucx.ucx,
 }
 
 

@@ -7,7 +7,6 @@ Host memory, UCX back end, no progress thread: that one polls a core for ever on
 from __future__ import annotations
 
 import base64
-import hashlib
 import time
 from importlib.metadata import version
 from typing import Any
@@ -15,17 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvbench.child import Reply, serve, stdin_ready
-from kvbench.memory import Pages, Pool, offsets_of, scattered_slots
+from kvbench.memory import Pages, offsets_of, scattered_slots
+
+from baselines.pool_side import PoolSide
 
 POLLS_PER_STDIN_LOOK = 32
 
 
-class Side:
+class Side(PoolSide):
     """An agent with one registered pool. The initiator writes and reads, the target polls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._agent: Any = None
-        self._pool = Pool(0)
         self._peer = ""
         self._handles: dict[str, Any] = {}
         self._kept: list[Any] = []
@@ -37,17 +38,15 @@ class Side:
             nixl_agent_config,
         )
 
-        self._pool = Pool(pool_bytes, pages)
-        if seed is not None:
-            self._pool.fill_random(seed)
+        self.make_pool(pool_bytes, pages, seed)
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
         self._agent = nixl_agent(name, config)
         self._kept.append(
-            self._agent.register_memory([(self._pool.address, pool_bytes, 0, "")], "DRAM")
+            self._agent.register_memory([(self.pool.address, pool_bytes, 0, "")], "DRAM")
         )
         return {
             "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
-            "address": self._pool.address,
+            "address": self.pool.address,
             "version": version("nixl-cu12"),
         }
 
@@ -68,7 +67,7 @@ class Side:
         remote_address: int,
     ) -> Reply:
         """Make a reusable transfer of `runs` scattered runs; says what that cost."""
-        local = self._descriptors(self._pool.address, run_bytes, runs, local_seed)
+        local = self._descriptors(self.pool.address, run_bytes, runs, local_seed)
         remote = self._descriptors(remote_address, run_bytes, runs, remote_seed)
         indices = np.arange(runs, dtype=np.int32)
         began = time.perf_counter()
@@ -108,26 +107,10 @@ class Side:
         """Do nothing: to be asked for this ends poll()."""
         return {}
 
-    def fill(self, value: int) -> Reply:
-        """Set every byte of the pool."""
-        self._pool.fill(value)
-        return {}
-
-    def refill(self, seed: int) -> Reply:
-        """Put the source's bytes back."""
-        self._pool.fill_random(seed)
-        return {}
-
-    def digest(self, run_bytes: int, runs: int, seed: int) -> Reply:
-        """Hash of the runs, in their order, and of everything."""
-        slots = scattered_slots(run_bytes, runs, self._pool.nbytes, seed)
-        rows = self._pool.bytes.reshape(-1, run_bytes)
-        return {"digest": hashlib.blake2b(rows[slots].tobytes()).hexdigest()}
-
     def _descriptors(
         self, base: int, run_bytes: int, runs: int, seed: int
     ) -> npt.NDArray[np.uint64]:
-        slots = scattered_slots(run_bytes, runs, self._pool.nbytes, seed)
+        slots = scattered_slots(run_bytes, runs, self.pool.nbytes, seed)
         table = np.zeros((runs, 3), dtype=np.uint64)
         table[:, 0] = offsets_of(slots, run_bytes) + np.uint64(base)
         table[:, 1] = run_bytes
@@ -144,8 +127,6 @@ if __name__ == "__main__":
             "go": side.go,
             "poll": side.poll,
             "rest": side.rest,
-            "fill": side.fill,
-            "refill": side.refill,
-            "digest": side.digest,
+            **side.handlers(),
         }
     )

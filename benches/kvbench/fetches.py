@@ -6,10 +6,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+from baselines import peers
 from baselines.host import ScatteredMemcpy, Sockets, best_streams, label
+from baselines.mooncake_pair import MOST_RUNS, MooncakePair
 from baselines.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
+from baselines.ucxx_pair import UcxxPair
 
-from kvbench.measure import KIB, Result, Round, alone, compare, interleave, missing
+from kvbench.measure import KIB, Contender, Result, Round, alone, compare, interleave, missing
 from kvbench.settings import Settings
 from kvbench.sides import Consumer, why_missing
 
@@ -80,6 +83,7 @@ def _fetch(
             key, operation = best_operation(nixl, run_bytes, runs)
             contenders.append(nixl.contender(key))
             nixl_name = f"{nixl.name}, {operation}"
+        others = _add_others(settings, stack, transport, run_bytes, contenders)
         measured = interleave(contenders, settings.repetitions)
         consumer.check(runs)
         cpu = {n: s.cpu_seconds_per_gb(nbytes) for n, s in measured.series.items()}
@@ -112,6 +116,12 @@ def _fetch(
                 **common,
                 **consumer.report(runs),
             )
+        for rival, baseline in others:
+            if rival in measured.series:
+                theirs = measured.series[rival].rates(nbytes)
+                yield compare(name, ours, "GB/s", baseline, theirs, **common)
+            else:
+                yield missing(name, "GB/s", rival, baseline)
         if nixl is None:
             yield alone(
                 name, ours, "GB/s", HOW_TO_INSTALL, **common, cpu_s_per_gb=cpu, idle_cores=idle
@@ -128,6 +138,35 @@ def _fetch(
             cpu_s_per_gb=cpu,
             idle_cores=idle,
         )
+
+
+def _add_others(
+    settings: Settings,
+    stack: ExitStack,
+    transport: str,
+    run_bytes: int,
+    contenders: list[Contender],
+) -> list[tuple[str, str]]:
+    """Add the rivals that have TCP only; return contender and name of each, or name and why not."""
+    python = peers.python()
+    if transport != "tcp" or python is None:
+        return []
+    found = []
+    runs = settings.nbytes // run_bytes
+    if why := peers.missing("Mooncake"):
+        found.append(("Mooncake", why))
+    elif runs <= MOST_RUNS:
+        pair = stack.enter_context(MooncakePair(python, 2 * settings.nbytes, settings.pages))
+        contenders.append(pair.contender(pair.prepare(run_bytes, runs)))
+        found.append(("mooncake", pair.name))
+    if run_bytes == 16 * KIB:
+        if why := peers.missing("UCXX"):
+            found.append(("UCXX", why))
+        else:
+            ucxx = stack.enter_context(UcxxPair(python, settings.nbytes, settings.pages))
+            contenders.append(ucxx.contender())
+            found.append(("ucxx", ucxx.name))
+    return found
 
 
 def best_operation(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -45,47 +43,10 @@ def threads(pid: int) -> int:
 
 def stamp() -> dict[str, object]:
     """What a reader of the figures needs to know about where they come from."""
-    return {
-        "cpu": _cpu_model(),
-        "arch": platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "thp": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "shmem_thp": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-        "load": [round(x, 2) for x in os.getloadavg()],
-        "versions": {
-            "python": platform.python_version(),
-            "libc": " ".join(platform.libc_ver()),
-            "numpy": _version("numpy"),
-            "kvxfer": _version("kvxfer"),
-            "commit": _commit(),
-        },
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+    from kvxfer.bench.stamp import stamp as machine
 
-
-def _cpu_model() -> str:
-    model: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        model.setdefault(key.strip(), value.strip())
-    name = model.get("model name", model.get("CPU part", "unknown"))
-    return f"{name} (family {model.get('cpu family', '?')} model {model.get('model', '?')})"
-
-
-def _chosen(path: str) -> str:
-    try:
-        text = Path(path).read_text()
-    except OSError:
-        return "unknown"
-    return text[text.find("[") + 1 : text.find("]")] if "[" in text else text.strip()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = machine()
+    return {**found, "commit": _commit()}
 
 
 def _commit() -> str | None:

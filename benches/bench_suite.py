@@ -1,0 +1,122 @@
+"""The whole benchmark, with rivals beside it: what `make bench` runs. Writes docs/benchmarks.md.
+
+See README.md for what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from baselines import peers
+from bench_transfer import MEASUREMENTS
+from kvbench import codecs, host, page
+from kvbench.child import ChildError
+from kvbench.measure import Patience, Report, missing
+from kvbench.native import Native
+from kvbench.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "bench" / "results.jsonl"
+SUITE = {**MEASUREMENTS, "codec": codecs.codec}
+# One measurement that fails, as a rival does that dies, must not lose the others. Wrong bytes must.
+RECOVERABLE = (ChildError, OSError, RuntimeError)
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 when a measurement failed."""
+    arguments = _parser().parse_args()
+    if arguments.render:
+        page.write(_read(arguments.render), ROOT / "docs")
+        return 0
+    Patience.left_s = arguments.patience
+    whole = not arguments.only and not arguments.quick
+    lines = list(_run(arguments))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"# written: {RESULTS.relative_to(ROOT)}", file=sys.stderr)
+    if whole or arguments.write:
+        page.write(lines, ROOT / "docs")
+        print("# written: docs/benchmarks.md and docs/benchmarks/*.svg", file=sys.stderr)
+    return 1 if any(line.get("failed") for line in lines) else 0
+
+
+def _run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    settings = Settings(Native(), arguments.pages, arguments.quick)
+    report = Report(arguments.json)
+    began = time.monotonic()
+    env = {
+        "name": "env",
+        **host.stamp(),
+        "pages": settings.pages,
+        "quick": settings.quick,
+        "bytes": settings.nbytes,
+        "repetitions": settings.repetitions,
+    }
+    report.env({key: value for key, value in env.items() if key != "name"})
+    yield env
+    for rival in peers.rivals().values():
+        line = {"name": "rival", "rival": rival.name, "version": rival.version, "why": rival.why}
+        print(json.dumps(line) if arguments.json else f"# {rival.name}: {rival.why or 'there'}")
+        yield line
+    for name in arguments.only or SUITE:
+        seen = len(report.results)
+        try:
+            report.add(SUITE[name](settings))
+        except RECOVERABLE as error:
+            why = f"{type(error).__name__}: {error}"
+            report.add([missing(name, "", "", why)])
+            yield {"name": name, "failed": why}
+        for result in report.results[seen:]:
+            yield {"measurement": name, **result.line()}
+    yield {"name": "end", "seconds": round(time.monotonic() - began)}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=sorted(SUITE),
+        metavar="NAME",
+        help="only this measurement (may be repeated): " + ", ".join(SUITE),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="64 MiB instead of 256, fewer repetitions; for a look, not for figures",
+    )
+    parser.add_argument(
+        "--pages",
+        choices=("thp", "4k"),
+        default="thp",
+        help="page size of the caches (default: thp, as numpy's)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long, in all, to wait for others on this machine to be quiet (default: 60)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/benchmarks.md though not all has run"
+    )
+    parser.add_argument(
+        "--render", type=Path, metavar="FILE", help="write docs/benchmarks.md of an earlier run"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

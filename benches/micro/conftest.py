@@ -1,0 +1,6 @@
+"""Lets the suites here import kvbench and baselines."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
