@@ -8,6 +8,7 @@
 
 #include "kvxfer/agent.h"
 #include "register.h"
+#include "trace_records.h"
 
 namespace py = pybind11;
 
@@ -317,6 +318,8 @@ void register_agent(py::module_& module) {
       .def("event_fd", &Agent::event_fd, NoGil())
       .def("poll", &Agent::poll, NoGil())
       .def("stats", &Agent::stats, NoGil())
+      .def("trace", &trace_of)
+      .def("metrics", &Agent::metrics, NoGil())
       .def("close", &Agent::close, NoGil());
 }
 

@@ -9,5 +9,6 @@ PYBIND11_MODULE(_core, module) {
   kvxfer::bindings::register_pack(module);
   kvxfer::bindings::register_codec(module);
   kvxfer::bindings::register_panel(module);
+  kvxfer::bindings::register_trace(module);
   kvxfer::bindings::register_agent(module);
 }

@@ -14,6 +14,7 @@ void register_dlpack(pybind11::module_& module);
 void register_pack(pybind11::module_& module);
 void register_codec(pybind11::module_& module);
 void register_panel(pybind11::module_& module);
+void register_trace(pybind11::module_& module);
 void register_agent(pybind11::module_& module);
 
 }  // namespace kvxfer::bindings

@@ -26,6 +26,7 @@ from kvxfer.handles import Fetch, Offer
 from kvxfer.handshake import Identity, bind_to_interface
 from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
+from kvxfer.telemetry import FailureTraces, Metrics, metrics_of, write_trace
 from kvxfer.ticket import AgentRef, ParsedTicket, Ticket, issue_ticket, parse_ticket
 
 _MAX_NAME = 1024  # bytes that the wire carries
@@ -105,6 +106,8 @@ class Agent:
         except BaseException:
             self._core.close()
             raise
+        folder = self._config.trace_dir
+        self._failures = None if folder is None else FailureTraces(folder)
         self._closed = False
         _agents.add(self)
 
@@ -460,6 +463,24 @@ class Agent:
         """Counts of what the agent holds: offers, fetches, peers, slots, bytes."""
         return self._core.stats()
 
+    def metrics(self) -> Metrics:
+        """Return all counters and histograms as plain values: see docs/telemetry.md."""
+        return metrics_of(self._core)
+
+    def dump_trace(self, path: str | os.PathLike[str], reason: str = "") -> None:
+        """Write the last events of this agent to a file, which ``kvxfer trace`` shows.
+
+        Works after `close` too.
+
+        Parameters
+        ----------
+        path
+            It is overwritten.
+        reason
+            What the file says it was written for.
+        """
+        write_trace(self._core, self.name, path, reason)
+
     def close(self) -> None:
         """End everything with CLOSED, tell the peers, join the threads. About a second at worst.
 
@@ -523,7 +544,7 @@ class Agent:
             core = start()
         except TransferError:  # a connection ended just after it was found: make a new one
             core = start()
-        fetch = Fetch(core, cache, self._watch)
+        fetch = Fetch(core, cache, self._watch, self._trace_failure)
         self._handles[core.handle] = fetch
         return fetch
 
@@ -535,6 +556,10 @@ class Agent:
                 f"{cache!r} is not registered with agent {self.name!r}: register() it"
             )
         return known
+
+    def _trace_failure(self, reason: str) -> None:
+        if self._failures is not None:
+            self._failures.note(self._core, self.name, reason)
 
     def _watch(self, handle: Fetch | Offer) -> None:
         """Keep a handle that has got a callback, and have `poll` look at it if it has ended."""

@@ -192,6 +192,9 @@ class Config:
         "KVXFER_HANDSHAKE_TIMEOUT", 5.0, "seconds", "for connecting to a peer, all steps together"
     )
     digest: bool = _knob("KVXFER_DIGEST", True, "bool", "verify every chunk before it is published")
+    trace_dir: str | None = _knob(
+        "KVXFER_TRACE_DIR", None, "path", "folder that a trace of each failed fetch is written to"
+    )
     lock_arena: bool = _knob(
         "KVXFER_LOCK_ARENA", False, "bool", "pin the arena in memory (needs ulimit -l)"
     )

@@ -127,6 +127,16 @@ AgentStats Agent::stats() const {
   return stats;
 }
 
+Trace Agent::trace() const {
+  core_->check_fork();
+  return core_->recorder.trace();
+}
+
+AgentMetrics Agent::metrics() const {
+  core_->check_fork();
+  return core_->recorder.metrics();
+}
+
 void Agent::close() {
   AgentCore& core = *core_;
   if (core.fork_generation != fork_generation()) return;

@@ -208,7 +208,14 @@ void measure_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
 void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   const auto fetch = part->fetch;
   UnpackedChunk chunk;
+  const TimePoint began = Clock::now();
   Status status = unpack_commit(core, *part, commit, chunk);
+  core.recorder.add(TraceKind::kVerify, fetch->spec.generation,
+                    {.peer = part->peer->id,
+                     .chunk = commit.chunk,
+                     .bytes = commit.bytes,
+                     .began = began,
+                     .code = status.code});
   Guard guard(core);
   --fetch->unpacking;
   return_slot(core, part, commit.slot);
@@ -276,6 +283,14 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
   fetch->done = true;
   fetch->ended = Clock::now();
+  if (!fetch->declines) {
+    core.recorder.add(fetch->status.ok() ? TraceKind::kPublish : TraceKind::kFail,
+                      fetch->spec.generation,
+                      {.bytes = fetch->report.bytes,
+                       .began = fetch->started,
+                       .code = fetch->status.code,
+                       .name = fetch->spec.offer_id});
+  }
   clear_timer(core, fetch->timer);
   if (fetch->cache) --fetch->cache->users;
   core.fetches.erase(fetch->handle);
@@ -360,6 +375,8 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
   report_accept(*part, accept);
+  core.recorder.add(TraceKind::kAccept, fetch.spec.generation,
+                    {.peer = peer.id, .bytes = accept.wire_bytes});
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
   // an old NaN there.
   const CacheLayout& layout = fetch.cache->layout;

@@ -20,6 +20,7 @@
 #include "engine/arena.h"
 #include "engine/chunk_plan.h"
 #include "engine/event_queue.h"
+#include "engine/recorder.h"
 #include "engine/timers.h"
 #include "kvxfer/agent.h"
 #include "wire/messages.h"
@@ -65,7 +66,7 @@ struct OfferState {
   // By agent and its cache: a decline stands for one fetch, and is not counted beside it.
   std::set<Consumer> fetched_by, declined_by;
   Duration lease{};
-  TimePoint lease_end;
+  TimePoint began, lease_end;
   std::optional<Timers::Id> timer;
   std::set<std::shared_ptr<Serve>> serves;
   uint32_t reading = 0;  // packs that are reading the blocks
@@ -193,6 +194,9 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
 struct Writing {
   std::shared_ptr<Serve> serve;
   uint32_t staging_slot = 0;
+  uint32_t chunk = 0;
+  uint32_t bytes = 0;
+  TimePoint began;
 };
 
 struct AgentCore : std::enable_shared_from_this<AgentCore> {
@@ -218,6 +222,7 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::map<PeerId, std::shared_ptr<Peer>> peers;
   PeerId next_peer = 1;
   AgentStats counters;  // only the bytes_* and *_errors fields
+  Recorder recorder;    // needs no mutex
   EventQueue events;
 
   // Producer side.

@@ -137,6 +137,7 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     part->memory_bytes = part_bytes(*fetch, spec_part);
     fetch->parts.push_back(part);
   }
+  core.recorder.add(TraceKind::kFetch, spec.generation, {.name = spec.offer_id});
   launch(core, fetch);
   return Fetch(fetch);
 }

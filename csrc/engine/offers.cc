@@ -57,6 +57,9 @@ void renew_lease(OfferState& offer) {
 void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome) {
   if (offer->ended) return;
   offer->ended = true;
+  core.recorder.add(outcome.code == StatusCode::kExpired ? TraceKind::kExpire : TraceKind::kRelease,
+                    offer->generation,
+                    {.began = offer->began, .code = outcome.code, .name = offer->id});
   clear_timer(core, offer->timer);
   core.offers.erase(offer->generation);
   core.offer_ids.erase(offer->id);
@@ -160,11 +163,13 @@ Offer Agent::offer(const OfferSpec& spec) {
   offer->ready_left = spec.ready ? 0 : static_cast<uint32_t>(layout.layers.size());
   offer->consumers = spec.consumers;
   offer->lease = to_duration(spec.lease);
-  offer->lease_end = Clock::now() + offer->lease;
+  offer->began = Clock::now();
+  offer->lease_end = offer->began + offer->lease;
   ++offer->cache->users;
   core.offers[offer->generation] = offer;
   core.offer_ids[offer->id] = offer->generation;
   arm_lease(core, offer);
+  core.recorder.add(TraceKind::kOffer, offer->generation, {.name = offer->id});
 
   if (auto early = core.waiting.extract(offer->generation)) {
     // Fetches first: they may know of more consumers than there are declines.

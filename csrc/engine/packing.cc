@@ -54,10 +54,17 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
   std::byte* wire_bytes =
       staged ? core.staging->slot(staging_slot) : link->mapped_arena().data() + offset;
   std::optional<std::string> failure;
+  const TimePoint began = Clock::now();
   const PackedChunk packed = fill(core, *serve, chunk, wire_bytes, staged, failure);
   const uint64_t fetch_id = serve->request.fetch_id;
   const wire::Bytes message =
       wire::Commit{fetch_id, chunk, slot, packed.bytes, packed.digest}.encode();
+  core.recorder.add(TraceKind::kPack, serve->request.generation,
+                    {.peer = serve->peer->id,
+                     .chunk = chunk,
+                     .bytes = packed.bytes,
+                     .began = began,
+                     .code = failure ? StatusCode::kNoResources : StatusCode::kOk});
   uint64_t token = 0;
   {
     Guard guard(core);
@@ -79,9 +86,11 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
       land_flight(core, serve);
     } else if (staged) {
       token = core.next_token++;
-      core.writing.emplace(token, Writing{serve, staging_slot});
+      core.writing.emplace(token, Writing{serve, staging_slot, chunk, packed.bytes, Clock::now()});
     } else {
       link->send(message);
+      core.recorder.add(TraceKind::kCommit, serve->request.generation,
+                        {.peer = serve->peer->id, .chunk = chunk, .bytes = packed.bytes});
       land_flight(core, serve);
     }
     start_packs(core);
@@ -122,13 +131,20 @@ void start_packs(AgentCore& core) {
   }
 }
 
-void Peer::on_written(Link&, uint64_t token, bool) {
+void Peer::on_written(Link&, uint64_t token, bool ok) {
   Guard guard(*core);
   auto writing = core->writing.extract(token);
   if (!writing) return;
   core->staging->give_back(writing.mapped().staging_slot);
   unreserve_staging(*core, *this);
-  land_flight(*core, writing.mapped().serve);
+  const Writing& done = writing.mapped();
+  core->recorder.add(TraceKind::kWrite, done.serve->request.generation,
+                     {.peer = id,
+                      .chunk = done.chunk,
+                      .bytes = done.bytes,
+                      .began = done.began,
+                      .code = ok ? StatusCode::kOk : StatusCode::kPeerLost});
+  land_flight(*core, done.serve);
   start_packs(*core);
 }
 

@@ -9,7 +9,10 @@ namespace {
 
 constexpr size_t kMaxServesPerPeer = 4096;
 
-wire::Bytes refusal(const Serve& serve, StatusCode code, const std::string& reason) {
+wire::Bytes refusal(AgentCore& core, const Serve& serve, StatusCode code,
+                    const std::string& reason) {
+  core.recorder.add(TraceKind::kRefuse, serve.request.generation,
+                    {.peer = serve.peer->id, .code = code, .name = serve.request.offer_id});
   return wire::Refused{serve.request.fetch_id, code, reason}.encode();
 }
 
@@ -46,13 +49,13 @@ void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
 }
 
 // Takes a serve on, or refuses it.
-bool admit(const AgentCore& core, const std::shared_ptr<Serve>& serve) {
+bool admit(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   Peer& peer = *serve->peer;
   const uint64_t id = serve->request.fetch_id;
   if (peer.serves.contains(id)) throw Error(StatusCode::kProtocol, "an id in use is repeated");
   if (peer.serves.size() >= kMaxServesPerPeer) {
     peer.link->send(
-        refusal(*serve, StatusCode::kNoResources,
+        refusal(core, *serve, StatusCode::kNoResources,
                 "'" + core.options.name + "' serves too many fetches of this peer at once"));
     return false;
   }
@@ -91,7 +94,7 @@ void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve
   } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
     Guard guard(core);
     end_serve(core, serve,
-              refusal(*serve, StatusCode::kNoResources,
+              refusal(core, *serve, StatusCode::kNoResources,
                       "'" + core.options.name + "' could not serve it: " + error.what()));
   }
 }
@@ -123,8 +126,9 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   const bool matters = left_to_us && peer->link->crosses_wire();  // else the answer is raw
   if (!matters || codec_rates_known()) return find_offer(core, serve);
   if (core.pool->submit([&core, serve] { measure_and_find_offer(core, serve); })) return;
-  end_serve(core, serve,
-            refusal(*serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));
+  end_serve(
+      core, serve,
+      refusal(core, *serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));
 }
 
 void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
@@ -145,7 +149,7 @@ void answer_ended(AgentCore& core, const std::shared_ptr<Serve>& serve, const St
   end_serve(core, serve,
             serve->declines
                 ? wire::encode_fetch_id(wire::MessageType::kDeclined, serve->request.fetch_id)
-                : refusal(*serve, outcome.code, outcome.message));
+                : refusal(core, *serve, outcome.code, outcome.message));
 }
 
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
@@ -167,14 +171,16 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
     }
     accept_fetch(core, *serve, *offer, layout->second);
   } catch (const Error& error) {
-    end_serve(core, serve, refusal(*serve, error.code(), error.what()));
+    end_serve(core, serve, refusal(core, *serve, error.code(), error.what()));
     return;
   } catch (const std::exception& error) {  // std::bad_alloc
-    end_serve(core, serve, refusal(*serve, StatusCode::kNoResources, error.what()));
+    end_serve(core, serve, refusal(core, *serve, StatusCode::kNoResources, error.what()));
     return;
   }
   serve->offer = offer;
   offer->serves.insert(serve);
+  core.recorder.add(TraceKind::kServe, offer->generation,
+                    {.peer = serve->peer->id, .bytes = serve->plan->wire_bytes()});
   offer->consumers = std::max(offer->consumers, serve->request.consumers);
   renew_lease(*offer);
   if (!serve->per_layer) {

@@ -13,6 +13,7 @@
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/layout.h"
 #include "kvxfer/status.h"
+#include "kvxfer/trace.h"
 #include "kvxfer/transport.h"
 
 namespace kvxfer {
@@ -249,6 +250,9 @@ class Agent {
   std::vector<uint64_t> poll();
 
   AgentStats stats() const;
+  // What the flight recorder holds, and what it has counted. Also after close().
+  Trace trace() const;
+  AgentMetrics metrics() const;
 
   // Fails what is open with kClosed, says goodbye to peers, joins the threads. Bounded: about a
   // second at worst. Idempotent.
