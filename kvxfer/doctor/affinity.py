@@ -68,10 +68,6 @@ def check_affinity(affinity: Affinity | None) -> list[Finding]:
         for index, gpu in enumerate(affinity.gpus)
         if affinity.best(index) == "SYS"
     ]
-    crowded: dict[str, int] = {}
-    for index in range(len(affinity.gpus)):
-        for nic in affinity.nearest(index)[:1]:
-            crowded[nic.name] = crowded.get(nic.name, 0) + 1
     found = "; ".join(
         f"GPU{index}: {', '.join(nic.name for nic in affinity.nearest(index)[:2])} "
         f"({affinity.best(index)})"

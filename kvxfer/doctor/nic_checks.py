@@ -93,6 +93,8 @@ def _check_port(nic: Nic, port: Port, nics: list[Nic]) -> Finding:
         parts.append(f"soft-RoCE over {nic.interface}: for tests, not for speed")
     if port.link_layer == "Ethernet" and (gid := port.best_gid):
         parts.append(f"{gid[0] or 'GID'} {_address(gid[1])}")
+    if nic.device is not None:
+        parts.append(f"driver {nic.driver}" if nic.driver else "no driver")
     parts += [f"firmware {nic.firmware}"] * bool(nic.firmware)
     parts += [str(nic.width)] * bool(nic.width)
     if nic.device is not None and nic.device.numa_node >= 0:

@@ -124,11 +124,15 @@ def fetch_over(
     deadline: float,
     config: Config | None = None,
 ) -> tuple[str, int]:
-    """Fetch the pattern of another process; return what to say of it and the wrong bytes."""
+    """Fetch the pattern of another process; return what to say of it and the wrong bytes.
+
+    Settings that narrow the choice of paths count only where `config` is given.
+    """
     left = max(0.1, deadline - time.monotonic())
-    config = config or Config().replace(transport=transport, interface=None, advertise=None)
-    settings = config.replace(handshake_timeout=left)
-    with Agent(f"{AGENT}-asks", config=settings) as agent:
+    if config is None:
+        config = Config().replace(transport=transport, interface=None, advertise=None)
+        config = config.replace(handshake_timeout=left)
+    with Agent(f"{AGENT}-asks", config=config) as agent:
         found = fetch_pattern(agent, address, cache, left)
     rate = found.report.bytes / found.seconds / 1e9
     size = f"{found.report.bytes >> 20} MiB at {rate:.2f} GB/s"

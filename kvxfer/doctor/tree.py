@@ -28,8 +28,9 @@ class Tree:
     """
 
     def __init__(self, root: str = "/") -> None:
-        self._root = os.path.realpath(root)
-        self.live = self._root == "/"
+        real = os.path.realpath(root)
+        self._root = "" if real == "/" else real
+        self.live = real == "/"
         """Whether this process runs on the host, so that its libraries can be asked."""
         self.calls: dict[str, Any] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -370,7 +371,7 @@ def test_a_guest_is_told_what_to_check(look):
 @given(st.data())
 def test_nothing_that_a_host_says_is_an_error(data):
     """Probes make the best of what they read, whatever that is."""
-    calls = dict(_CALLS)
+    calls = dict(_recorded())
     keys = data.draw(st.lists(st.sampled_from(sorted(calls)), min_size=1, max_size=12))
     for key in keys:
         kind = key.partition(":")[0].split()[0]
@@ -394,11 +395,9 @@ def test_nothing_that_a_host_says_is_an_error(data):
 _JUNK = ["", "/", "0x", "-1", "999999999999", "pci0000:00", "/sys/devices/pci0000:00", "a b c"]
 
 
+@functools.cache
 def _recorded() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         tree = open_tree(str(h100()[0].write(Path(folder))))
         examine(tree, self_test=False)
     return json.loads(json.dumps(tree.calls))
-
-
-_CALLS = _recorded()
