@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines import peers
-from bench_transfer import MEASUREMENTS
+from bench_transfer import MEASUREMENTS, add_options
 from kvbench import codecs, host, page
 from kvbench.child import ChildError
 from kvbench.measure import Patience, Report, missing
@@ -83,32 +83,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=sorted(SUITE),
-        metavar="NAME",
-        help="only this measurement (may be repeated): " + ", ".join(SUITE),
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="64 MiB instead of 256, fewer repetitions; for a look, not for figures",
-    )
-    parser.add_argument(
-        "--pages",
-        choices=("thp", "4k"),
-        default="thp",
-        help="page size of the caches (default: thp, as numpy's)",
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long, in all, to wait for others on this machine to be quiet (default: 60)",
-    )
+    add_options(parser, SUITE)
     parser.add_argument(
         "--write", action="store_true", help="write docs/benchmarks.md though not all has run"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 
 from kvbench import fetches, growth, host, hostlimits, packing, ucx
 from kvbench.measure import Patience, Report
@@ -26,16 +27,15 @@ MEASUREMENTS: dict[str, Measurement] = {
 }
 
 
-def main() -> int:
-    """Run what the command line asks for; 1 when kvxfer could not be measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser, measurements: Iterable[str]) -> None:
+    """Add the options that the suite has too."""
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument(
         "--only",
         action="append",
-        choices=sorted(MEASUREMENTS),
+        choices=sorted(measurements),
         metavar="NAME",
-        help="only this measurement (may be repeated): " + ", ".join(MEASUREMENTS),
+        help="only this measurement (may be repeated): " + ", ".join(measurements),
     )
     parser.add_argument(
         "--quick",
@@ -55,6 +55,12 @@ def main() -> int:
         metavar="SECONDS",
         help="how long, in all, to wait for others on this machine to be quiet (default: 60)",
     )
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 when kvxfer could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser, MEASUREMENTS)
     arguments = parser.parse_args()
     Patience.left_s = arguments.patience
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvbench.child import BENCHES, Child
 from kvbench.measure import Contender
 from kvbench.memory import POISON, Pages
@@ -82,14 +80,3 @@ class MooncakePair:
         """End both."""
         for child in self._children:
             child.close()
-
-    def __enter__(self) -> MooncakePair:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

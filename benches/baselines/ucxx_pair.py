@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvbench.child import BENCHES, Child
 from kvbench.measure import Contender
 from kvbench.memory import POISON, Pages
@@ -65,14 +63,3 @@ class UcxxPair:
         """End both."""
         for child in self._children:
             child.close(2.0)
-
-    def __enter__(self) -> UcxxPair:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from baselines import peers
 from baselines.host import ScatteredMemcpy, Sockets, best_streams, label
@@ -156,14 +156,15 @@ def _add_others(
     if why := peers.missing("Mooncake"):
         found.append(("Mooncake", why))
     elif runs <= MOST_RUNS:
-        pair = stack.enter_context(MooncakePair(python, 2 * settings.nbytes, settings.pages))
+        pair = MooncakePair(python, 2 * settings.nbytes, settings.pages)
+        stack.enter_context(closing(pair))
         contenders.append(pair.contender(pair.prepare(run_bytes, runs)))
         found.append(("mooncake", pair.name))
     if run_bytes == 16 * KIB:
         if why := peers.missing("UCXX"):
             found.append(("UCXX", why))
         else:
-            ucxx = stack.enter_context(UcxxPair(python, settings.nbytes, settings.pages))
+            ucxx = stack.enter_context(closing(UcxxPair(python, settings.nbytes, settings.pages)))
             contenders.append(ucxx.contender())
             found.append(("ucxx", ucxx.name))
     return found
