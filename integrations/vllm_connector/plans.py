@@ -12,7 +12,7 @@ from kvxfer.ticket import parse_ticket
 
 from . import params as wire
 from .compat import difference
-from .messages import CacheInfo, Refusal, Ticket
+from .messages import CacheInfo, Part, Refusal, Ticket
 
 
 @dataclass
@@ -40,6 +40,9 @@ class Planner:
     fields: Mapping[str, str]
     ignored: Sequence[str]
     caches: Mapping[str, CacheInfo]
+    sizes: Sequence[int]
+    """Tokens of a block, by group."""
+    prefix_caching: bool
     secret: str | None
     anywhere: bool
     """Whether agents beyond loopback may be asked although there is no secret."""
@@ -58,6 +61,40 @@ class Planner:
         except InvalidError as error:
             plan.refused = getattr(error, "reason", "ticket"), str(error)
         return plan
+
+    def parts(self, plan: Plan, blocks: Any, end: int) -> list[Part]:
+        """Return what to fetch into the blocks that were allocated, up to token `end`.
+
+        Nothing of a cache whose windows need nothing of it; and nothing at all, and the plan says
+        why, if what is needed is not on offer.
+        """
+        parts = []
+        for key, info in self.caches.items() if plan.refused is None else ():
+            size, ticket = self.sizes[info.group], plan.tickets[key]
+            ids = [0 if block.is_null else block.block_id for block in blocks[info.group]]
+            begin = plan.local
+            while begin < end and not ids[begin // size]:
+                begin = (begin // size + 1) * size  # out of the window
+            last = -(-end // size)
+            first, stop = (begin, end) if info.unit == 1 else (begin // size, last)
+            there = parse_ticket(ticket, self.secret).first_token
+            if there > first:
+                needed = max(0, end - info.window + 1) if info.window else 0
+                if self.prefix_caching:
+                    needed -= needed % size  # that block is kept, and given as whole
+                if there > needed // info.unit:
+                    plan.refused = (
+                        "mismatch",
+                        f"cache {key} is on offer from {there} (units of {info.unit} tokens), "
+                        f"needed from token {needed}, where a block of the prefix cache begins: "
+                        "use equal block sizes",
+                    )
+                    return []
+                first = there
+            if first < stop:
+                held = ids[first // (size // info.unit) : last]
+                parts.append(Part(key, ticket, held, first, stop))
+        return parts
 
     def _check_prompt(self, remote: wire.Remote, request: Any) -> None:
         if remote.digest is None or (

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kvxfer.config import Config
-from kvxfer.ticket import AgentRef, issue_ticket, parse_ticket
+from kvxfer.ticket import AgentRef, issue_ticket
 
 from . import params as wire
 from .compat import cache_fields, engine_fields, layer_specs, model_name
@@ -26,6 +26,7 @@ logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it 
 
 _REMEMBERED = 4096  # transfers that were used: siblings of n > 1 find the prefix in the local cache
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_LOST = "its prompt has left a sliding window"
 _QUIET = 60.0  # seconds between lines of one kind in the log
 Blocks = Sequence[Sequence[int]]
 """Block ids by cache group."""
@@ -38,7 +39,7 @@ class _Promise:
     request: Any
     transfer: str
     order: SendOrder | None = None
-    """None until its last chunk is computed."""
+    """None before its last chunk is computed."""
 
 
 class Scheduler:
@@ -52,7 +53,6 @@ class Scheduler:
         self._engine: str = transfer.engine_id
         self._consumer_only = transfer.kv_role == "kv_consumer"
         self._parallel = vllm_config.parallel_config
-        self._prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
         self._settings, self._secret = settings, agent.secret
         self._sizes: list[int] = []  # tokens of a block, by group
         self._windowed = False
@@ -69,6 +69,8 @@ class Scheduler:
             fields=self._fields,
             ignored=() if settings.same_vllm else ("vllm version",),
             caches=self._caches,
+            sizes=self._sizes,
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             secret=self._secret,
             anywhere=agent.insecure,
         )
@@ -124,7 +126,7 @@ class Scheduler:
                 self._warn("Request %s will not be offered: %s", request.request_id, why)
                 return
             self._truncate(request, params)
-            if self._promising(params):
+            if params.get("transfer_id"):
                 count = request.num_prompt_tokens - (not params.get("_kvxfer_truncated"))
                 transfer = wire.transfer_name(params["transfer_id"], request, count)
                 self._promises[request.request_id] = _Promise(request, transfer)
@@ -163,52 +165,16 @@ class Scheduler:
         if num_external <= 0:
             self._decline(plan)
             return
-        parts: list[Part] = []
-        if plan.refused is None:
-            try:
-                parts = self._load_parts(plan, blocks.blocks, plan.local + num_external)
-            except wire.RefusedError as error:
-                plan.refused = error.reason, str(error)
+        parts = self._planner.parts(plan, blocks.blocks, plan.local + num_external)
         if plan.refused is not None:
             self._decline(plan)
+        else:
+            wanted = {part.key for part in parts}
+            self._orders.decline += [each for each in plan.tickets.items() if each[0] not in wanted]
         transfer = self._loading[name] = plan.name or name
         self._leaders.add(transfer)
         self._use(transfer)
         self._orders.load.append(LoadOrder(name, plan.peer, parts, num_external, plan.refused))
-
-    def _load_parts(self, plan: Plan, blocks: Any, end: int) -> list[Part]:
-        parts = []
-        for key, info in self._caches.items():
-            size, ticket = self._sizes[info.group], plan.tickets[key]
-            ids = [0 if block.is_null else block.block_id for block in blocks[info.group]]
-            begin = plan.local
-            while begin < end and not ids[begin // size]:
-                begin = (begin // size + 1) * size  # out of the window
-            last = -(-end // size)
-            first, stop = (begin, end) if info.unit == 1 else (begin // size, last)
-            there = parse_ticket(ticket, self._secret).first_token
-            if there > first:
-                first = self._later(info, there, size, end)
-            if first < stop:
-                held = ids[first // (size // info.unit) : last]
-                parts.append(Part(key, ticket, held, first, stop))
-            else:
-                self._orders.decline.append((key, ticket))
-        return parts
-
-    def _later(self, info: CacheInfo, there: int, size: int, end: int) -> int:
-        """Return the unit where the offer begins, if a sliding window needs nothing before it."""
-        needed = max(0, end - info.window + 1) if info.window else 0
-        if self._prefix_caching:
-            needed -= needed % size  # the prefix cache keeps that block, and gives it as whole
-        if there > needed // info.unit:
-            raise wire.RefusedError(
-                "mismatch",
-                f"cache {info.key} is on offer from {there} (units of {info.unit} tokens), needed "
-                f"from token {needed}, where a block of the prefix cache begins: use equal block "
-                "sizes",
-            )
-        return there
 
     def _renew(self) -> None:
         """Keep what waiting requests will fetch from expiring."""
@@ -253,9 +219,6 @@ class Scheduler:
         request.max_tokens = 1
         params["_kvxfer_truncated"] = True
 
-    def _promising(self, params: wire.Params) -> bool:
-        return bool(params.get("transfer_id")) and self._settings.concurrent
-
     def _ticket(self, transfer: str, key: str, first: int, end: int) -> Ticket:
         return wire.ticket_of(self._agents[key], transfer, key, first, end, self._secret)
 
@@ -286,7 +249,7 @@ class Scheduler:
             blocks = output.kv_connector_block_state.resolve_block_ids(name)
             order = self._send_order(request, promise.transfer, blocks, tokens, ready=False)
             if order is None:
-                self._break(self._promises.pop(name), "it has left its sliding window")
+                self._break(self._promises.pop(name), _LOST)
             else:
                 promise.order = order
                 self._orders.send.append(order)
@@ -339,7 +302,8 @@ class Scheduler:
             promise = self._promises.get(name)
             if promise is not None and promise.order is not None:
                 self._break(self._promises.pop(name), "the request was preempted")
-        self._keep_promises(output)
+        if self._settings.concurrent:
+            self._keep_promises(output)
         self._renew()
         orders, self._orders = self._orders, StepOrders()
         if orders.load or orders.decline:
@@ -377,16 +341,17 @@ class Scheduler:
             # A forward that reads these blocks has ended, a fetch of them may not have.
             self._hold(name)
             return True, None
-        if promise is not None:
-            order, transfer = promise.order, promise.transfer
-        elif self._promising(params):
-            return False, None  # the promise was broken
-        else:
-            transfer = f"{name}.{secrets.token_hex(16)}"
-            order = self._send_order(request, transfer, blocks, tokens, ready=True)
-            self._orders.send += [order] if order else []
+        if promise is None and params.get("transfer_id"):
+            return False, None  # it was broken
+        transfer = promise.transfer if promise else f"{name}.{secrets.token_hex(16)}"
+        order = promise.order if promise else None
         if order is None:
-            return False, None
+            order = self._send_order(request, transfer, blocks, tokens, ready=True)
+            if order is None:
+                if promise is not None:
+                    self._break(promise, _LOST)
+                return False, None
+            self._orders.send.append(order)
         self._hold(name)
         return True, self._reply(request, order, transfer, blocks)
 

@@ -25,7 +25,7 @@ class Settings:
     load_timeout: float = 60.0
     """Seconds after which a load fails on the decode side."""
     concurrent: bool = True
-    """Prefill side: send layer by layer where the proxy asks both sides at once."""
+    """Prefill side: where the proxy asks both sides at once, send while computing, not after."""
     same_vllm: bool = True
     """Refuse a peer that runs another vLLM version."""
     watchdog: float = 10.0

@@ -22,7 +22,7 @@ from .stats import Stats
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
-_REST = 0.02  # seconds
+_REST = 0.005, 0.02  # seconds, at first and at most
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
 
 
@@ -106,6 +106,8 @@ class Worker:
 
     def step(self, orders: StepOrders) -> None:
         """Do what the scheduler has ordered. Blocks only for packs of what it withdraws."""
+        if orders.load or orders.hold:
+            self._resting = time.monotonic()
         for key, ranks in orders.ranks.items():
             if key in self._caches:
                 self._ranks[key] = Ranks(
@@ -171,12 +173,11 @@ class Worker:
 
         The longer it has been so the longer, as a new request has to wait as well.
         """
-        now = time.monotonic()
         waits = self._by_fetch or any(send.held for send in self._sends.values())
         if not idle or not waits or self._results.loaded or self._results.sent:
-            self._resting = now
             return
-        self._ends.poll(1e3 * min(_REST, (now - self._resting) / 20))
+        least, most = _REST
+        self._ends.poll(1e3 * min(most, max(least, (time.monotonic() - self._resting) / 20)))
 
     # --- prefill side ---
 

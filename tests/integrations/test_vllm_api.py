@@ -40,6 +40,37 @@ def test_signatures_are_those_of_the_base(fake: Any) -> None:
     assert not KvxferConnector.__abstractmethods__
 
 
+def test_hooks_that_are_left_to_the_base(fake: Any) -> None:
+    """A hook that the next release adds shows here, to be looked at."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvxfer.integrations.vllm_connector import KvxferConnector
+
+    hooks = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    assert hooks - set(vars(KvxferConnector)) == {
+        "bind_connector_metadata",
+        "bind_gpu_block_pool",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+        "finish_forward",
+        "get_block_ids_with_load_errors",  # would be wrong with several cache groups
+        "get_external_cache_hit_sources",
+        "get_finished_count",  # all ranks report
+        "get_kv_connector_kv_cache_events",
+        "get_mem_pool_context",
+        "has_connector_metadata",
+        "has_pending_push_work",  # vLLM steps as long as blocks of finished requests wait
+        "register_finished_partial_tail",
+        "requires_kv_delivery",  # of producers, as the base has it
+        "reset_cache",
+        "reset_capture_state",
+        "role",
+        "set_host_xfer_buffer_ops",
+        "supports_divergent_local_hybrid_hits",
+        "take_events",
+    }
+
+
 def _run(code: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
 

@@ -63,6 +63,28 @@ def test_asked_at_once(
     assert "failures" not in d.stats
 
 
+def test_asked_at_once_and_sent_afterwards(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any
+) -> None:
+    """By an engine that was told not to send while it computes."""
+    p = engine("kv_producer", extra={"concurrent": False, "lease": 1000})
+    d = engine("kv_consumer", extra={"load_timeout": 1000})
+    standing = known(p)
+    for number in range(2):
+        tokens = pair.prompt(200, number)
+        params = fake.prefill_params(transfer_id=f"x{number}")
+        name = d.add(tokens, params={**standing, "transfer_id": f"x{number}"})
+        d.step()
+        prefill = p.add(tokens, params=params, max_tokens=1)
+        if number:
+            p.abort(prefill)
+        pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)  # noqa: B023
+        pair.check(d, name, tokens)
+    assert d.stats["loads"] == 1
+    assert d.stats["failures"] == {"withdrawn": 1}
+    pair.settle(p, d)
+
+
 def test_prompts_that_share_a_transfer_id(
     engine: Callable[..., Any], pair: Any, fake: Any, known: Any
 ) -> None:
