@@ -11,4 +11,7 @@ PYBIND11_MODULE(_core, module) {
   kvxfer::bindings::register_panel(module);
   kvxfer::bindings::register_trace(module);
   kvxfer::bindings::register_agent(module);
+#ifdef KVXFER_HAVE_VERBS
+  kvxfer::bindings::register_verbs(module);
+#endif
 }

@@ -16,6 +16,7 @@ void register_codec(pybind11::module_& module);
 void register_panel(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_agent(pybind11::module_& module);
+void register_verbs(pybind11::module_& module);  // where the build has the verbs transport
 
 }  // namespace kvxfer::bindings
 

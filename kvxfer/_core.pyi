@@ -537,6 +537,10 @@ class Agent:
         faults: LoopbackFaults,
     ) -> None:
         """Connect two agents of this process; each peer is what its agent calls the other."""
+    def attach_verbs(
+        self, *, peer: int, link: VerbsLink, incarnation: int, inbound: bool, why: str
+    ) -> None:
+        """Hand over a link over RDMA. Not in a build without verbs."""
     def fail_peer(self, peer: int, status: str, message: str) -> None:
         """End a connection: what waits for it fails with that status."""
     def peer_alive(self, peer: int) -> bool:
@@ -554,3 +558,66 @@ class Agent:
     def metrics(self) -> AgentMetrics: ...
     def close(self) -> None:
         """End everything with CLOSED and join the threads. About a second at worst; idempotent."""
+
+# --- bindings/verbs_py.cc; not in a build without verbs ---
+
+class VerbsOptions:
+    """Which RDMA ports are used, and how. kvxfer.Config says what it means."""
+
+    def __init__(
+        self, *, devices: Sequence[str], gid_index: int, queue_pairs: int, traffic_class: int
+    ) -> None: ...
+
+class VerbsRail:
+    """One port of one adapter."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def active(self) -> bool: ...
+    @property
+    def link_layer(self) -> str:
+        """Ethernet or InfiniBand."""
+    @property
+    def gids(self) -> list[str]: ...
+    @property
+    def lid(self) -> int: ...
+    @property
+    def mtu(self) -> int:
+        """Bytes."""
+    @property
+    def mbit_per_second(self) -> int:
+        """0: unknown."""
+
+def verbs_rails(options: VerbsOptions) -> list[VerbsRail]:
+    """Return the ports that can be used. Raises ResourceError, or InvalidError for unknown ones."""
+
+class Verbs:
+    """The adapters as one agent uses them. Thread-safe; keeps its agent alive."""
+
+    def __init__(self, agent: Agent, options: VerbsOptions) -> None:
+        """Open the adapters. Raises ResourceError, or InvalidError for unknown ones."""
+    def rails(self) -> list[VerbsRail]: ...
+    def endpoint(self, with_arena: bool) -> VerbsEndpoint:
+        """Make one side of a connection: the consumer's, which has the arena, or the producer's."""
+
+class VerbsEndpoint:
+    """One side of a connection that is being made. Not thread-safe."""
+
+    @property
+    def address(self) -> bytes:
+        """For the peer, which must have proved itself: it opens the arena to whoever has it."""
+    def connect(self, *, control_fd: int, remote: bytes) -> VerbsLink:
+        """Connect to the peer with that address; once. Owns the descriptor from the call on.
+
+        Raises TransferError when the address is malformed or out of reach, or ResourceError.
+        """
+    def close(self) -> None:
+        """Let it go, with the keys that its address names, unless it is connected."""
+
+class VerbsLink:
+    """A connection for attach_verbs(); ends with its last reference when it is not handed over."""
+
+    def describe(self) -> str: ...

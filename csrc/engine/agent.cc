@@ -27,6 +27,10 @@ void check_announceable(const CacheLayout& layout) {
   require(names <= kMaxMessage / 4, "layer names together may have bytes,", kMaxMessage / 4);
 }
 
+AgentMemory memory_of(const std::shared_ptr<Arena>& arena) {
+  return {arena, {arena->slot(0), arena->bytes()}};
+}
+
 }  // namespace
 
 Agent::Agent(const AgentOptions& options) : core_(std::make_shared<AgentCore>(options)) {
@@ -95,6 +99,22 @@ uint64_t Agent::arena_bytes() const {
   core_->check_fork();
   Guard guard(*core_);
   return core_->arena ? core_->arena->bytes() : 0;
+}
+
+AgentMemory Agent::arena() {
+  core_->check_fork();
+  Guard guard(*core_);
+  core_->check_open();
+  ensure_arena(*core_);
+  return memory_of(core_->arena);
+}
+
+AgentMemory Agent::staging() {
+  core_->check_fork();
+  Guard guard(*core_);
+  core_->check_open();
+  ensure_staging(*core_);
+  return memory_of(core_->staging);
 }
 
 int Agent::event_fd() {

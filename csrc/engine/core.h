@@ -234,14 +234,14 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::deque<Generation> history_order;
   std::deque<std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit; round robin
   uint32_t packing = 0;
-  std::unique_ptr<Arena>
+  std::shared_ptr<Arena>
       staging;          // where chunks wait for transports that don't map the peer's arena
   uint32_t staged = 0;  // slots of it that are taken or promised to packs
   std::map<uint64_t, Writing> writing;
   uint64_t next_token = 1;
 
   // Consumer side.
-  std::unique_ptr<Arena> arena;
+  std::shared_ptr<Arena> arena;
   std::vector<SlotInfo> slots;
   std::map<uint64_t, std::shared_ptr<FetchState>> fetches;
   std::deque<std::shared_ptr<Part>> hungry;  // want a slot; round robin
@@ -326,6 +326,7 @@ void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 
 // slots.cc
 void ensure_arena(AgentCore& core);
+void ensure_staging(AgentCore& core);
 uint32_t window_of(const AgentCore& core, const Part& part);  // most slots that a part holds
 void free_slot(AgentCore& core, uint32_t slot);
 uint32_t grant_slot(AgentCore& core, Part& part);  // one must be free

@@ -219,11 +219,7 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
     throw Error(StatusCode::kInvalid, "peer " + std::to_string(id) + " is not waiting for a link");
   }
   const auto& peer = found->second;
-  if (inbound && link->mapped_arena().empty() && !core.staging) {
-    const uint64_t slots = 4 * (core.options.threads + core.options.bulk_threads);
-    core.staging = std::make_unique<Arena>(Arena::kPrivate, slots * core.options.slot_bytes,
-                                           core.options.slot_bytes, core.options.lock_arena);
-  }
+  if (inbound && link->mapped_arena().empty()) ensure_staging(core);
   peer->link = std::move(link);
   peer->incarnation = incarnation;
   peer->inbound = inbound;

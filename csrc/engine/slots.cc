@@ -14,6 +14,13 @@ void ensure_arena(AgentCore& core) {
   core.slots.resize(core.arena->num_slots());
 }
 
+void ensure_staging(AgentCore& core) {
+  if (core.staging) return;
+  const uint64_t slots = 4 * (core.options.threads + core.options.bulk_threads);
+  core.staging = std::make_unique<Arena>(Arena::kPrivate, slots * core.options.slot_bytes,
+                                         core.options.slot_bytes, core.options.lock_arena);
+}
+
 uint32_t window_of(const AgentCore& core, const Part& part) {
   return part.peer->link->one_sided() ? core.options.window : core.options.copied_window;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -203,6 +204,12 @@ struct AgentStats {
   uint64_t wire_bytes_sent = 0, wire_bytes_received = 0;           // that KV, as it was encoded
 };
 
+// Staging memory of an agent. It stays mapped until the agent is closed and `owner` has gone.
+struct AgentMemory {
+  std::shared_ptr<void> owner;
+  std::span<std::byte> bytes;
+};
+
 // One endpoint of transfers. Thread-safe; every call but close() returns without waiting for peers.
 // In a forked child every call throws Error(kClosed), and destruction does nothing.
 class Agent {
@@ -243,6 +250,10 @@ class Agent {
   // The arena's memfd, created at the first call; owned by the agent. Peers of one host map it.
   int arena_fd();
   uint64_t arena_bytes() const;
+  // For transports that register memory: what peers write into (the arena), and what links send
+  // chunks from. Made at the first call.
+  AgentMemory arena();
+  AgentMemory staging();
 
   // Becomes readable when poll() has something. From the first call on, ends are queued for poll().
   int event_fd();

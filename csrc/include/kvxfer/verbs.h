@@ -44,6 +44,10 @@ struct VerbsRail {
   uint32_t mbit_per_second = 0;  // 0: unknown
 };
 
+// The rails that a VerbsFabric with these options would have, looked at and let go again. Throws as
+// its constructor.
+std::vector<VerbsRail> list_verbs_rails(const VerbsOptions& options);
+
 // Memory that the adapters may reach, until the last reference goes. It may not be unmapped before.
 class VerbsMemory;
 
@@ -68,8 +72,11 @@ class VerbsFabric {
 
   // Registers host memory with all adapters. A write whose source lies within registered memory
   // goes out in place; others are registered for as long as they last, which costs system calls.
+  // `owner`, if any, is held for as long as the registration. Each registration has keys of its
+  // own, which are worth nothing once it has gone.
   // Throws Error(kNoResources), e.g. when the limit of locked memory is met.
-  std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access);
+  std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access,
+                                               std::shared_ptr<void> owner = nullptr);
 
   // The same for memory of a GPU: `fd` is a dma-buf in which `memory` begins at `offset`; `memory`
   // is never dereferenced here. The descriptor stays the caller's.

@@ -8,6 +8,28 @@
 #include "kvxfer/status.h"
 
 namespace kvxfer {
+namespace {
+
+std::vector<VerbsRail> describe(const std::vector<ibv::Rail>& rails) {
+  std::vector<VerbsRail> described;
+  for (const ibv::Rail& rail : rails) {
+    VerbsRail facts;
+    facts.device = rail.nic->name;
+    facts.port = rail.port;
+    facts.active = rail.active();
+    facts.link_layer = rail.attr.link_layer == ibv::kLinkInfiniBand ? "InfiniBand" : "Ethernet";
+    for (const ibv::PortGid& gid : rail.gids) {
+      facts.gids.push_back(std::to_string(gid.index) + ": " + ibv::gid_text(gid));
+    }
+    facts.lid = rail.attr.lid;
+    facts.mtu = ibv::mtu_bytes(rail.attr.active_mtu);
+    facts.mbit_per_second = ibv::mbit_per_second(rail.attr);
+    described.push_back(std::move(facts));
+  }
+  return described;
+}
+
+}  // namespace
 
 VerbsFabric::State::State(std::shared_ptr<EventLoop> control_loop, const VerbsOptions& given)
     : control(std::move(control_loop)), options(given) {
@@ -67,10 +89,11 @@ void VerbsFabric::State::on_async_event(size_t nic_index) {
 
 std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::byte> memory,
                                                                  VerbsAccess access, int dmabuf_fd,
-                                                                 uint64_t dmabuf_offset) {
+                                                                 uint64_t dmabuf_offset,
+                                                                 std::shared_ptr<void> owner) {
   if (memory.empty()) throw Error(StatusCode::kInvalid, "verbs: there is no memory to register");
   auto registered = std::make_shared<VerbsMemory>(nics, memory, access, options.relaxed_ordering,
-                                                  dmabuf_fd, dmabuf_offset);
+                                                  dmabuf_fd, dmabuf_offset, std::move(owner));
   const std::lock_guard lock(mutex_);
   std::erase_if(memories_, [](const auto& entry) { return entry.second.expired(); });
   memories_[memory.data()] = registered;
@@ -88,7 +111,7 @@ std::shared_ptr<VerbsMemory> VerbsFabric::State::memory_of(std::span<const std::
   }
   const std::span<std::byte> bytes(const_cast<std::byte*>(source.data()), source.size());
   return std::make_shared<VerbsMemory>(nics, bytes, VerbsAccess::kSource, options.relaxed_ordering,
-                                       -1, 0);
+                                       -1, 0, nullptr);
 }
 
 void VerbsFabric::State::add(const std::shared_ptr<ibv::Listener>& listener) {
@@ -104,35 +127,23 @@ VerbsFabric::VerbsFabric(IoThreads& threads, const VerbsOptions& options)
 
 VerbsFabric::~VerbsFabric() = default;
 
-std::vector<VerbsRail> VerbsFabric::rails() const {
-  std::vector<VerbsRail> rails;
-  for (const ibv::Rail& rail : state_->rails) {
-    VerbsRail facts;
-    facts.device = rail.nic->name;
-    facts.port = rail.port;
-    facts.active = rail.active();
-    facts.link_layer = rail.attr.link_layer == ibv::kLinkInfiniBand ? "InfiniBand" : "Ethernet";
-    for (const ibv::PortGid& gid : rail.gids) {
-      facts.gids.push_back(std::to_string(gid.index) + ": " + ibv::gid_text(gid));
-    }
-    facts.lid = rail.attr.lid;
-    facts.mtu = ibv::mtu_bytes(rail.attr.active_mtu);
-    facts.mbit_per_second = ibv::mbit_per_second(rail.attr);
-    rails.push_back(std::move(facts));
-  }
-  return rails;
+std::vector<VerbsRail> VerbsFabric::rails() const { return describe(state_->rails); }
+
+std::vector<VerbsRail> list_verbs_rails(const VerbsOptions& options) {
+  return describe(ibv::open_rails(options).rails);
 }
 
 std::shared_ptr<VerbsMemory> VerbsFabric::register_memory(std::span<std::byte> memory,
-                                                          VerbsAccess access) {
-  return state_->register_memory(memory, access, -1, 0);
+                                                          VerbsAccess access,
+                                                          std::shared_ptr<void> owner) {
+  return state_->register_memory(memory, access, -1, 0, std::move(owner));
 }
 
 std::shared_ptr<VerbsMemory> VerbsFabric::register_dmabuf(int fd, uint64_t offset,
                                                           std::span<std::byte> memory,
                                                           VerbsAccess access) {
   if (fd < 0) throw Error(StatusCode::kInvalid, "verbs: there is no dma-buf to register");
-  return state_->register_memory(memory, access, fd, offset);
+  return state_->register_memory(memory, access, fd, offset, nullptr);
 }
 
 VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena)

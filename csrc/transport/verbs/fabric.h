@@ -39,7 +39,8 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
   void watch();
 
   std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access,
-                                               int dmabuf_fd, uint64_t dmabuf_offset);
+                                               int dmabuf_fd, uint64_t dmabuf_offset,
+                                               std::shared_ptr<void> owner);
   // What `source` lies in, or, where nothing registered holds it, a registration of its own.
   std::shared_ptr<VerbsMemory> memory_of(std::span<const std::byte> source);
 

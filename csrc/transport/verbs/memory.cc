@@ -28,8 +28,11 @@ std::string lock_limit() {
 
 VerbsMemory::VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
                          VerbsAccess access, bool relaxed_ordering, int dmabuf_fd,
-                         uint64_t dmabuf_offset)
-    : nics_(std::move(nics)), memory_(memory), piece_bytes_(kLargestPiece) {
+                         uint64_t dmabuf_offset, std::shared_ptr<void> owner)
+    : owner_(std::move(owner)),
+      nics_(std::move(nics)),
+      memory_(memory),
+      piece_bytes_(kLargestPiece) {
   for (const auto& nic : nics_) {
     if (nic->attr.max_mr_size == 0) continue;  // not told
     piece_bytes_ = std::min(piece_bytes_, std::max(nic->attr.max_mr_size / kPage * kPage, kPage));

@@ -16,9 +16,11 @@ namespace kvxfer {
 // one registration may cover. Immutable.
 class VerbsMemory {
  public:
-  // Throws Error(kNoResources). `dmabuf_fd` negative: memory of the host.
+  // Throws Error(kNoResources). `dmabuf_fd` negative: memory of the host. `owner` is let go of when
+  // the adapters can't reach the memory any more.
   VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
-              VerbsAccess access, bool relaxed_ordering, int dmabuf_fd, uint64_t dmabuf_offset);
+              VerbsAccess access, bool relaxed_ordering, int dmabuf_fd, uint64_t dmabuf_offset,
+              std::shared_ptr<void> owner);
 
   VerbsMemory(const VerbsMemory&) = delete;
   VerbsMemory& operator=(const VerbsMemory&) = delete;
@@ -41,6 +43,7 @@ class VerbsMemory {
   std::vector<uint32_t> rkeys(size_t nic) const;
 
  private:
+  const std::shared_ptr<void> owner_;  // first: goes last
   const std::vector<std::shared_ptr<ibv::Nic>> nics_;
   const std::span<std::byte> memory_;
   uint64_t piece_bytes_ = 0;

@@ -72,12 +72,17 @@ std::optional<double> VerbsLink::rate() const {
 
 std::string VerbsLink::describe() const {
   const Lock lock(mutex_);
-  std::string text = "verbs, control " + control_description_;
+  std::vector<bool> used(fabric_->rails.size());
+  for (const auto& path : paths_) used[path->rail] = true;
+  const auto rails = std::count(used.begin(), used.end(), true);
+  std::string text = "verbs, " + std::to_string(rails) + (rails == 1 ? " rail" : " rails") +
+                     ", control " + control_description_;
   std::vector<std::pair<std::string, int>> kinds;
   for (const auto& path : paths_) {
-    std::string kind = fabric_->rails[path->rail].name() + " - " +
-                       remote_.rails[path->remote_rail].name + " (" + ibv::gid_text(path->gid) +
-                       " - " + ibv::gid_text(path->remote_gid) + ")";
+    std::string kind =
+        fabric_->rails[path->rail].name() + " - " + remote_.rails[path->remote_rail].name +
+        " (GID " + std::to_string(path->gid.index) + " " + ibv::gid_text(path->gid) + " - " +
+        std::to_string(path->remote_gid.index) + " " + ibv::gid_text(path->remote_gid) + ")";
     if (path->state != Path::kOpen) kind += " lost: " + path->problem;
     const auto known = std::find_if(kinds.begin(), kinds.end(),
                                     [&](const auto& other) { return other.first == kind; });
