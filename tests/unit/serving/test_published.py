@@ -247,11 +247,16 @@ KV_TOKENS = {1: 66_144, 2: 163_008}
 
 @functools.cache
 def distserve_rate(prefill: int, decode: int, seed: int) -> float:
-    """Requests a second and GPU, found as DistServe does: bisection of 0 to 5 down to 0.25."""
+    """Requests a second and GPU, found as DistServe does: bisection of 0 to 5 down to 0.25.
+
+    The arrivals are theirs, numpy's with seed 0, stretched to each rate. Of their prompts only
+    lengths like them are to be had, so which length comes when is drawn anew for each `seed`.
+    """
+    numpy = pytest.importorskip("numpy", reason="DistServe draws arrivals with numpy")
     with (DATA / "sharegpt_lengths.csv").open() as file:
         rows = [(int(a), int(b)) for a, b in list(csv.reader(file))[1:]]
     random.Random(seed).shuffle(rows)
-    jobs = Workload(tuple(Job(float(n), *row) for n, row in enumerate(rows)))
+    times = [0.0, *numpy.random.RandomState(0).gamma(1.0, 1.0, len(rows) - 1).cumsum().tolist()]
     prompts = PrefillCost(*(ms / 1e3 for ms in PREFILL_MS[prefill]))
     answers = DecodeCost(*(ms / 1e3 for ms in DECODE_MS[decode]))
     p = EngineSpec(Role.PREFILL, prompts, NO_DECODE, KV_TOKENS[prefill], gpus=prefill)
@@ -260,7 +265,9 @@ def distserve_rate(prefill: int, decode: int, seed: int) -> float:
     low, high = 0.0, 5.0
     while high - low > 0.25:
         middle = (low + high) / 2
-        result = simulate(fleet, jobs.poisson(middle * fleet.gpus, seed), always_remote)
+        rate = middle * fleet.gpus
+        jobs = Workload(tuple(Job(at / rate, *row) for at, row in zip(times, rows, strict=True)))
+        result = simulate(fleet, jobs, always_remote)
         if result.percentile(ttft, 90) <= 0.2 and result.percentile(tpot, 90) <= 0.1:
             low = middle
         else:
@@ -279,8 +286,12 @@ def test_the_best_parallelism_of_distserve() -> None:
 
 
 def test_the_rate_of_distserve() -> None:
-    """Theirs, between 1.5625 and 1.719, is one draw of 300 requests; ours of the same kind vary."""
-    found = sorted(distserve_rate(2, 1, seed) for seed in range(4))
-    assert found[0] <= 1.719
-    assert found[-1] >= 1.5625
-    assert sum(found) / len(found) == pytest.approx(1.64, rel=0.25)
+    """Theirs is 1.5625, one of the rates that a bisection can end at; it steps by 0.16.
+
+    With their arrivals, what is left open is the order of the lengths, and that alone decides
+    between it and the next three. With their prompts' file it would have to be exact.
+    """
+    found = [distserve_rate(2, 1, seed) for seed in range(8)]
+    assert min(found) == 1.5625
+    assert max(found) <= 2.03125
+    assert sum(found) / len(found) == pytest.approx(1.64, rel=0.15)
