@@ -19,7 +19,7 @@ from typing import Any
 from kvxfer import _core
 from kvxfer.cache import Cache
 from kvxfer.codecs import Codec
-from kvxfer.config import Config
+from kvxfer.config import Config, check_require
 from kvxfer.cover import Part, Ranks, cover
 from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
 from kvxfer.handles import Fetch, Offer
@@ -28,6 +28,7 @@ from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
 from kvxfer.telemetry import FailureTraces, Metrics, metrics_of, write_trace
 from kvxfer.ticket import AgentRef, ParsedTicket, Ticket, issue_ticket, parse_ticket
+from kvxfer.verbs import Adapters
 
 _MAX_NAME = 1024  # bytes that the wire carries
 _LONGEST = 1e8  # seconds that a lease or a fetch may last: three years
@@ -94,14 +95,17 @@ class Agent:
             bind_to_interface(probe, self._config)
         options = self._config.core_options(name, self._identity.incarnation)
         self._core = _core.Agent(options)
-        self._peers = Peers(self._core, self._identity, self._config, self._lock)
+        self._adapters = Adapters(self._core, self._config)
+        self._peers = Peers(self._core, self._identity, self._config, self._adapters, self._lock)
         try:
             if listen is None:
                 self._address: str | None = None
             elif loopback:
                 self._address = self._peers.listen()
             else:
-                self._listener = Listener(self._core, self._identity, self._config, listen)
+                self._listener = Listener(
+                    self._core, self._identity, self._config, self._adapters, listen
+                )
                 self._address = self._listener.address
         except BaseException:
             self._core.close()
@@ -252,6 +256,7 @@ class Agent:
         timeout: float = 30.0,
         codec: str | Codec | None = None,
         ranks: Ranks | None = None,
+        require: str | None = None,
     ) -> Fetch:
         """Start to fetch the KV of an offer into local blocks; returns at once.
 
@@ -283,6 +288,9 @@ class Agent:
             All ranks of this consumer, where several fetch an offer, each its slice: every producer
             then expects as many fetches as there are ranks that need it. Left out, its offer ends
             after ``offer(consumers=...)``. All ranks pass it, or none.
+        require
+            ``"rdma"``: fail, with the reason, where it would go by anything else. Left out,
+            `Config.require`.
 
         Raises
         ------
@@ -294,6 +302,8 @@ class Agent:
             registered; an unknown codec or option; ranks of which the cache is none.
         """
         _check_seconds("timeout", timeout)
+        if require is not None:
+            check_require(require, self._config.transport)
         spec = Codec.parse(self._config.codec if codec is None else codec)
         parsed = parse_ticket(ticket, self._config.secret)
         layout = cache.layout
@@ -325,7 +335,7 @@ class Agent:
                     timeout=timeout,
                     parts=[
                         (
-                            self._peers.get(parsed.agents[agent]).id,
+                            self._peers.get(parsed.agents[agent], require).id,
                             layers,
                             head,
                             head_end,
@@ -493,6 +503,7 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         self._core.close()
+        self._adapters.close()
         self._caches.clear()
         self._kept.clear()
         _agents.discard(self)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from kvxfer.codecs import Codec
-from kvxfer.errors import ConfigError, InvalidError
+from kvxfer.errors import ConfigError, InvalidError, ResourceError
+from kvxfer.verbs import rails
 
 if TYPE_CHECKING:
     from kvxfer import _core
@@ -64,6 +65,9 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "threads": (1, 1024),
     "tcp_threads": (1, 1024),
     "tcp_streams": (1, 64),
+    "verbs_gid_index": (-1, 255),
+    "verbs_queue_pairs": (1, 32),
+    "verbs_traffic_class": (0, 255),
     "inline_bytes": (0, 1 << 30),
     "heartbeat_interval": (0.001, 1e6),
     "heartbeat_timeout": (0.002, 1e7),
@@ -100,6 +104,19 @@ def _read_secret(path: str) -> str:
     return secret
 
 
+def check_require(require: str, transport: str) -> None:
+    """Raise ConfigError when the transports that `transport` allows cannot be what is required."""
+    if require == "gpudirect-rdma":
+        raise ConfigError(
+            "require='gpudirect-rdma' cannot be had: chunks are staged in host memory, for no "
+            "memory of a GPU is registered with RDMA adapters yet; there is require='rdma'"
+        )
+    if require != "rdma":
+        raise ConfigError(f"require={require!r} is not known; there are rdma and gpudirect-rdma")
+    if transport not in ("auto", "verbs"):
+        raise ConfigError(f"require='rdma' contradicts transport={transport!r}: say auto or verbs")
+
+
 def _default_threads() -> int:
     # All cores of a small machine: packing and unpacking take unequal time, and the side that has
     # more to do should find the other's idle core.
@@ -118,7 +135,16 @@ class Config:
     """
 
     transport: str = _knob(
-        "KVXFER_TRANSPORT", "auto", "name", "transport to use; auto takes shm on one host, else tcp"
+        "KVXFER_TRANSPORT",
+        "auto",
+        "name",
+        "transport to use; auto takes shm on one host, else verbs, else tcp",
+    )
+    require: str | None = _knob(
+        "KVXFER_REQUIRE",
+        None,
+        "name",
+        "rdma: what goes by anything else fails; gpudirect-rdma: also by way of host memory",
     )
     secret: str | None = _knob(
         "KVXFER_SECRET",
@@ -173,6 +199,21 @@ class Config:
         "chunks",
         "as window, where sockets carry the chunks: more for long distances, else caches overflow",
     )
+    verbs_devices: str | None = _knob(
+        "KVXFER_VERBS_DEVICES",
+        None,
+        "names",
+        "RDMA ports to use, as mlx5_0,mlx5_1:1; without it all that are active",
+    )
+    verbs_gid_index: int = _knob(
+        "KVXFER_VERBS_GID_INDEX", -1, "index", "GID of every RDMA port; -1: chosen for each peer"
+    )
+    verbs_queue_pairs: int = _knob(
+        "KVXFER_VERBS_QUEUE_PAIRS", 2, "pairs", "queue pairs for each RDMA port and peer"
+    )
+    verbs_traffic_class: int = _knob(
+        "KVXFER_VERBS_TRAFFIC_CLASS", 0, "value", "of RoCE packets: their DSCP times 4"
+    )
     inline_bytes: int = _knob(
         "KVXFER_INLINE_BYTES",
         128 << 10,
@@ -202,11 +243,19 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.metadata["kind"])
-        if self.transport not in ("auto", "shm", "tcp", "loopback"):
+        if self.transport not in ("auto", "shm", "verbs", "tcp", "loopback"):
             raise ConfigError(
                 f"transport {self.transport!r} is not known; "
                 "kvxfer.transports() lists what there is"
             )
+        if self.require is not None:
+            check_require(self.require, self.transport)
+        if self.transport == "verbs" or self.require is not None:
+            try:
+                rails(self)
+            except ResourceError as error:
+                asked = f"require={self.require!r}" if self.require else "transport 'verbs'"
+                raise ConfigError(f"{asked} cannot be had here: {error}") from error
         if self.arena_bytes < self.chunk_bytes:
             raise ConfigError(
                 f"arena_bytes is {self.arena_bytes}, less than one chunk of {self.chunk_bytes}: "

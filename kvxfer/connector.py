@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import socket
 
@@ -16,16 +18,38 @@ from kvxfer.handshake import (
     Transcript,
     closed_on_fork,
     dial,
+    endpoint_frame,
     host_identity,
+    problem_frame,
+    recv_endpoint,
     recv_frame,
     send_frame,
     session_token,
 )
+from kvxfer.verbs import Adapters
+
+RDMA = ("verbs",)  # what require="rdma" is content with
 
 
-def offered_transports(config: Config) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """What a handshake has come to."""
+
+    identity: Identity
+    transport: str
+
+
+def allowed_transports(config: Config) -> list[str]:
     """Return the transports that these settings allow, best first."""
-    return ["shm", "tcp"] if config.transport == "auto" else [config.transport]
+    allowed = ["shm", "verbs", "tcp"] if config.transport == "auto" else [config.transport]
+    return [name for name in allowed if config.require is None or name in RDMA]
+
+
+def offered_transports(config: Config, adapters: Adapters) -> tuple[list[str], str | None]:
+    """Return those of them that can be used, and why verbs can't, if it can't."""
+    allowed = allowed_transports(config)
+    problem = adapters.problem() if "verbs" in allowed else None
+    return [name for name in allowed if name != "verbs" or problem is None], problem
 
 
 def connect(
@@ -33,16 +57,17 @@ def connect(
     peer: int,
     identity: Identity,
     config: Config,
+    adapters: Adapters,
     address: str,
     name: str,
     incarnation: int | None,
-) -> Identity:
+) -> Connection:
     """Connect to the agent `name` at `address` and hand the link to the core as `peer`.
 
     Returns
     -------
-    Identity
-        Of the agent that answered.
+    Connection
+        With the agent that answered.
 
     Raises
     ------
@@ -53,7 +78,7 @@ def connect(
     try:
         with dial(address, config, deadline) as sock:
             return _converse(
-                core, peer, identity, config, address, name, incarnation, sock, deadline
+                core, peer, identity, config, adapters, address, name, incarnation, sock, deadline
             )
     except TimeoutError:
         raise HandshakeError(
@@ -79,21 +104,28 @@ def _converse(
     peer: int,
     identity: Identity,
     config: Config,
+    adapters: Adapters,
     address: str,
     name: str,
     incarnation: int | None,
     sock: socket.socket,
     deadline: Deadline,
-) -> Identity:
+) -> Connection:
+    offered, no_verbs = offered_transports(config, adapters)
+    if not offered:
+        asked = f"require={config.require!r}" if config.require else "transport 'verbs'"
+        raise HandshakeError(f"{asked} cannot be had here: {no_verbs}", Status.NO_RESOURCES)
     hello: Frame = {
         "kvxfer": PROTOCOL,
         "kind": "peer",
         **identity.frame(),
         "nonce": os.urandom(16).hex(),
         "host": host_identity(),
-        "transports": offered_transports(config),
+        "transports": offered,
         "streams": config.tcp_streams,
     }
+    if no_verbs is not None:
+        hello["no_verbs"] = str(problem_frame(no_verbs)["problem"])
     send_frame(sock, hello, deadline)
     reply = recv_frame(sock, deadline)
     if reply["kvxfer"] != PROTOCOL:
@@ -114,7 +146,18 @@ def _converse(
     chosen = recv_frame(sock, deadline)
     key = transcript.session_key()
     session, why = str(chosen["session"]), str(chosen["why"])
-    if chosen["transport"] == "shm":
+    transport = str(chosen["transport"])
+    if transport == "verbs":
+        link = _open_verbs(adapters, sock, deadline)
+        if not isinstance(link, str):
+            core.attach_verbs(
+                peer=peer, link=link, incarnation=found.incarnation, inbound=False, why=why
+            )
+            return Connection(found, "verbs")
+        if not chosen["fallback"]:
+            raise HandshakeError(f"verbs was asked for, but: {link}")
+        transport, why = "tcp", f"verbs cannot be: {link}"
+    if transport == "shm":
         control = _open_shm(core, str(chosen["socket"]), session, key, deadline)
         core.attach_shm(
             peer=peer,
@@ -125,7 +168,7 @@ def _converse(
             inbound=False,
             why=why,
         )
-    else:
+    elif transport == "tcp":
         streams = _open_streams(address, config, session, key, deadline)
         core.attach_tcp(
             peer=peer,
@@ -135,7 +178,34 @@ def _converse(
             inbound=False,
             why=why,
         )
-    return found
+    else:
+        raise HandshakeError(f"{address} chose {transport!r:.80}, which is not known here")
+    return Connection(found, transport)
+
+
+def _open_verbs(
+    adapters: Adapters, sock: socket.socket, deadline: Deadline
+) -> _core.VerbsLink | str:
+    """Return the link, which has a descriptor of `sock` of its own, or what its problem is."""
+    try:
+        endpoint = adapters.endpoint(with_arena=True)
+    except Error as error:
+        problem = f"the consumer: {error}"
+        send_frame(sock, problem_frame(problem), deadline)
+        return problem
+    with contextlib.closing(endpoint):
+        send_frame(sock, endpoint_frame(endpoint.address), deadline)
+        remote, said = recv_endpoint(sock, deadline)
+        if said is not None:
+            return said
+        try:
+            link = endpoint.connect(control_fd=os.dup(sock.fileno()), remote=remote)
+        except Error as error:
+            problem = f"the consumer: {error}"
+            send_frame(sock, problem_frame(problem), deadline)
+            return problem
+    send_frame(sock, {"connected": True}, deadline)
+    return link
 
 
 def _open_shm(

@@ -8,6 +8,13 @@ The consumer connects to the producer's address and both exchange JSON frames::
     {proof} ->
                                              <- {transport, why, session, ...} or {error, status}
 
+With verbs, what the adapters need to know of each other follows, and either side may find that it
+cannot be, when TCP takes over if both allow that::
+
+    {endpoint} or {problem} ->
+                                             <- {endpoint} or {problem}
+    {connected} or {problem} ->
+
 Both proofs are HMACs over the first two frames under the shared secret (an empty key where there is
 none). The key of the session is derived in the same way and never sent; each further connection (a
 data stream, a shared-memory socket) presents a token made of it. Then the sockets go to the core.
@@ -15,6 +22,7 @@ data stream, a shared-memory socket) presents a token made of it. Then the socke
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
@@ -33,6 +41,8 @@ from kvxfer.errors import ConfigError, HandshakeError, Status
 
 PROTOCOL = 1  # of the handshake; the core's messages have a version of their own
 _MAX_FRAME = 64 << 10
+_MAX_ENDPOINT_FRAME = 1 << 20  # of a peer that has proved itself
+_MAX_PROBLEM = 2000  # characters
 Frame = dict[str, Any]
 
 # Sockets that the core does not own (yet). A forked child closes them: kept open there, they would
@@ -103,9 +113,9 @@ def _recv_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
     return bytes(raw)
 
 
-def recv_frame(sock: socket.socket, deadline: Deadline) -> Frame:
+def recv_frame(sock: socket.socket, deadline: Deadline, most: int = _MAX_FRAME) -> Frame:
     (size,) = struct.unpack("<I", _recv_exactly(sock, 4, deadline))
-    if size > _MAX_FRAME:
+    if size > most:
         raise HandshakeError(f"not a kvxfer agent: its first frame claims {size} bytes")
     try:
         frame = json.loads(_recv_exactly(sock, size, deadline))
@@ -118,6 +128,22 @@ def recv_frame(sock: socket.socket, deadline: Deadline) -> Frame:
     if "error" in frame:
         raise HandshakeError(str(frame["error"]), Status(frame.get("status", "UNREACHABLE")))
     return frame
+
+
+def endpoint_frame(address: bytes) -> Frame:
+    return {"endpoint": base64.b64encode(address).decode()}
+
+
+def problem_frame(problem: object) -> Frame:
+    return {"problem": str(problem)[:_MAX_PROBLEM]}
+
+
+def recv_endpoint(sock: socket.socket, deadline: Deadline) -> tuple[bytes, str | None]:
+    """Return the address of the peer's adapters, or what its problem is."""
+    frame = recv_frame(sock, deadline, _MAX_ENDPOINT_FRAME)
+    if "problem" in frame:
+        return b"", str(frame["problem"])
+    return base64.b64decode(str(frame["endpoint"]), validate=True), None
 
 
 def error_frame(error: HandshakeError) -> Frame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvxfer import _core
 from kvxfer.config import Config
-from kvxfer.connector import offered_transports
+from kvxfer.connector import allowed_transports
 from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError, Status
 from kvxfer.handshake import (
     PROTOCOL,
@@ -24,14 +25,18 @@ from kvxfer.handshake import (
     Transcript,
     bind_to_interface,
     closed_on_fork,
+    endpoint_frame,
     error_frame,
     host_identity,
     join_address,
+    problem_frame,
+    recv_endpoint,
     recv_frame,
     send_frame,
     session_token,
     split_address,
 )
+from kvxfer.verbs import Adapters
 
 # Connections at once; more are turned away, so that nobody can fill the process with threads.
 _MAX_HANDSHAKES = 256
@@ -68,13 +73,20 @@ class Listener:
 
     Parameters
     ----------
-    core, identity, config
+    core, identity, config, adapters
         Of the agent.
     listen
         ``"host:port"``; port 0 picks a free one.
     """
 
-    def __init__(self, core: _core.Agent, identity: Identity, config: Config, listen: str) -> None:
+    def __init__(
+        self,
+        core: _core.Agent,
+        identity: Identity,
+        config: Config,
+        adapters: Adapters,
+        listen: str,
+    ) -> None:
         host, port = split_address(listen)
         if not _is_loopback(host) and config.secret is None and not config.insecure:
             raise ConfigError(
@@ -83,6 +95,7 @@ class Listener:
                 "or say insecure=True"
             )
         self._core, self._identity, self._config = core, identity, config
+        self._adapters = adapters
         self._sessions: dict[str, _Session] = {}
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
@@ -220,12 +233,18 @@ class Listener:
             raise HandshakeError(
                 f"{session.expected} data streams were asked for, 1 to {_MAX_STREAMS} can be had"
             )
+        fallback = "tcp" in hello["transports"] and "tcp" in allowed_transports(self._config)
         chosen: Frame = {"transport": transport, "why": why, "session": name}
-        chosen["socket"] = self._socket_name
+        chosen["socket"], chosen["fallback"] = self._socket_name, fallback
         with self._lock:
             self._sessions[name] = session
         try:
             send_frame(connection, chosen, deadline)
+            if transport == "verbs":
+                problem = self._attach_verbs(connection, session, deadline)
+                if problem is None or not fallback:
+                    return
+                transport, session.why = "tcp", f"verbs cannot be: {problem}"
             if not session.complete.wait(deadline.remaining()):
                 return
             if transport == "tcp":
@@ -242,21 +261,33 @@ class Listener:
                     stream.close()
 
     def _choose(self, hello: Frame) -> tuple[str, str]:
-        theirs, ours = list(hello["transports"]), offered_transports(self._config)
+        theirs = [str(name) for name in hello["transports"]]
+        ours = allowed_transports(self._config)
         same_host = hello["host"] == host_identity()
-        if "shm" in theirs and "shm" in ours and same_host:
+        common = [name for name in ours if name in theirs]
+        if "shm" in common and same_host:
             return "shm", "both agents run on one host"
-        if "tcp" in theirs and "tcp" in ours:
-            if "shm" in theirs and "shm" in ours:
-                return (
-                    "tcp",
-                    "the agents run on different hosts, or in containers that share no network",
-                )
+        without = [f"the consumer: {hello['no_verbs']}"] if "no_verbs" in hello else []
+        if "verbs" in ours and (problem := self._adapters.problem()) is not None:
+            ours.remove("verbs")
+            common = [name for name in common if name != "verbs"]
+            without.append(f"the producer: {problem}")
+        apart = "the agents run on different hosts, or in containers that share no network"
+        if "verbs" in common:
+            if "shm" in common:
+                return "verbs", f"{apart}, and both have RDMA adapters"
+            set_to = "both agents are" if theirs == ours == ["verbs"] else "one of the agents is"
+            return "verbs", f"{set_to} set to verbs"
+        reason = f"; no verbs for {', for '.join(without)}" if without else ""
+        if "tcp" in common:
+            if "shm" in common:
+                return "tcp", apart + reason
             set_to = "both agents are" if theirs == ours == ["tcp"] else "one of the agents is"
             return "tcp", f"{set_to} set to tcp"
         raise HandshakeError(
             f"no transport in common: the consumer allows {', '.join(theirs)}, the producer "
-            f"{', '.join(ours)}{'' if same_host else ', and they are not on one host'}"
+            f"{', '.join(ours) or 'none'}{'' if same_host else ', and they are not on one host'}"
+            f"{reason}"
         )
 
     def _session(self, hello: Frame, purpose: str) -> _Session:
@@ -326,6 +357,40 @@ class Listener:
             session.streams[index] = closed_on_fork(socket.socket(fileno=connection.detach()))
             if len(session.streams) == session.expected:
                 session.complete.set()
+
+    def _attach_verbs(
+        self, connection: socket.socket, session: _Session, deadline: Deadline
+    ) -> str | None:
+        """Connect the adapters and hand the link over; return what the problem is, if any."""
+        remote, said = recv_endpoint(connection, deadline)
+        if said is not None:
+            return said
+        try:
+            with contextlib.closing(self._adapters.endpoint(with_arena=False)) as endpoint:
+                address = endpoint.address
+                # Before the consumer: once that has connected, there is no way back to TCP.
+                link = endpoint.connect(control_fd=os.dup(connection.fileno()), remote=remote)
+        except Error as error:
+            problem = f"the producer: {error}"
+            send_frame(connection, problem_frame(problem), deadline)
+            return problem
+        send_frame(connection, endpoint_frame(address), deadline)
+        answer = recv_frame(connection, deadline)
+        if "problem" in answer:
+            return str(answer["problem"])
+        peer = self._core.add_peer(session.peer.name)
+        try:
+            self._core.attach_verbs(
+                peer=peer,
+                link=link,
+                incarnation=session.peer.incarnation,
+                inbound=True,
+                why=session.why,
+            )
+        except Error:
+            # Closing, most likely. As below: only the end of the connection makes sense now.
+            self._core.fail_peer(peer, "UNREACHABLE", "the handshake failed")
+        return None
 
     def _attach_tcp(self, connection: socket.socket, session: _Session) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

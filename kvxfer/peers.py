@@ -7,10 +7,11 @@ import weakref
 
 from kvxfer import _core
 from kvxfer.config import Config
-from kvxfer.connector import connect
+from kvxfer.connector import RDMA, connect
 from kvxfer.errors import ClosedError, HandshakeError, ResourceError, Status
 from kvxfer.handshake import Identity
 from kvxfer.ticket import AgentRef
+from kvxfer.verbs import Adapters
 
 LOOPBACK = "loopback:"
 
@@ -24,6 +25,7 @@ class Peer:
     def __init__(self, core_id: int) -> None:
         self.id = core_id
         self.identity: Identity | None = None
+        self.transport = ""
         self.failure: HandshakeError | None = None
         self.settled = threading.Event()
 
@@ -33,18 +35,25 @@ class Peers:
 
     Parameters
     ----------
-    core, identity, config
+    core, identity, config, adapters
         Of the agent.
     lock
         The agent's: held by callers of `get` until what they start on the peer is in the core.
     """
 
     def __init__(
-        self, core: _core.Agent, identity: Identity, config: Config, lock: threading.Lock
+        self,
+        core: _core.Agent,
+        identity: Identity,
+        config: Config,
+        adapters: Adapters,
+        lock: threading.Lock,
     ) -> None:
         self._core, self._identity, self._config, self._lock = core, identity, config, lock
-        self._connected: dict[tuple[str, str], Peer] = {}  # by address and name
-        self._dialling: dict[AgentRef, Peer] = {}
+        self._adapters = adapters
+        # By address and name, and whether it has to be RDMA, by what connections require.
+        self._connected: dict[tuple[str, str, str | None], Peer] = {}
+        self._dialling: dict[tuple[AgentRef, str | None], Peer] = {}
 
     def listen(self) -> str:
         """Let agents of this process connect by loopback; return the address."""
@@ -52,29 +61,41 @@ class Peers:
         _listening[address] = self
         return address
 
-    def get(self, agent: AgentRef) -> Peer:
-        """Return the connection to an agent, which may have just been begun. Needs the lock."""
+    def get(self, agent: AgentRef, require: str | None = None) -> Peer:
+        """Return the connection to an agent, which may have just been begun. Needs the lock.
+
+        `require` as in `Config`, for this connection.
+        """
         agent = AgentRef(name=agent.name, address=agent.address, incarnation=agent.incarnation)
-        peer = self._connected.get((agent.address, agent.name))
-        if peer is not None and self._core.peer_alive(peer.id):
+        require = require or self._config.require
+        for kind in (require, "rdma" if require is None else None):
+            peer = self._connected.get((agent.address, agent.name, kind))
+            if peer is None or not self._core.peer_alive(peer.id):
+                continue
+            if require is not None and peer.transport not in RDMA:
+                continue
             assert peer.identity is not None
             if agent.incarnation in (None, peer.identity.incarnation):
                 return peer
         # Not connected; or this is an older ticket, or one from after a restart of which the news
         # has not arrived yet: ask who is there. A connection that works is kept until then.
-        dialling = self._dialling.get(agent)
+        dialling = self._dialling.get((agent, require))
         if dialling is not None and self._core.peer_alive(dialling.id):
             return dialling
         peer = Peer(self._core.add_peer(agent.name))
         try:
             threading.Thread(
-                target=self._connect, args=(agent, peer), name="kvxfer-connect", daemon=True
+                target=self._connect,
+                args=(agent, peer, require),
+                name="kvxfer-connect",
+                daemon=True,
             ).start()
         except RuntimeError as error:
             message = f"connecting to {agent.name!r}: {error}; check the limit on threads"
             self._core.fail_peer(peer.id, Status.NO_RESOURCES.value, message)
             raise ResourceError(message) from error
-        self._dialling[agent] = peer  # its thread ends by taking the lock, which our caller holds
+        # Its thread ends by taking the lock, which our caller holds.
+        self._dialling[agent, require] = peer
         return peer
 
     def attach_loopback(self, producer: Peers, faults: _core.LoopbackFaults) -> None:
@@ -84,34 +105,39 @@ class Peers:
         self._attach_loopback(producer, peer, faults)
         peer.settled.set()
         with self._lock:
-            self._connected[(producer.listen(), identity.name)] = peer
+            self._connected[producer.listen(), identity.name, None] = peer
 
-    def _connect(self, agent: AgentRef, peer: Peer) -> None:
+    def _connect(self, agent: AgentRef, peer: Peer, require: str | None) -> None:
         try:
             if agent.address.startswith(LOOPBACK):
+                if require is not None:
+                    raise HandshakeError(f"require={require!r} contradicts loopback")
                 self._connect_loopback(agent, peer)
             else:
-                peer.identity = connect(
+                connection = connect(
                     self._core,
                     peer.id,
                     self._identity,
-                    self._config,
+                    self._config.replace(require=require),
+                    self._adapters,
                     agent.address,
                     agent.name,
                     agent.incarnation,
                 )
+                peer.identity, peer.transport = connection.identity, connection.transport
         except HandshakeError as error:
-            peer.failure = error
+            # Not that one itself: its traceback would keep what was being made alive.
+            peer.failure = HandshakeError(str(error), error.status)
         except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
             peer.failure = HandshakeError(f"connecting to {agent.name!r}: {error}")
         try:
             # With the lock a fetch that was given this peer is in the core before it fails there.
             with self._lock:
-                if self._dialling.get(agent) is peer:
-                    del self._dialling[agent]
+                if self._dialling.get((agent, require)) is peer:
+                    del self._dialling[agent, require]
                 if peer.failure is None:
                     self._forget_lost()
-                    self._connected[(agent.address, agent.name)] = peer
+                    self._connected[agent.address, agent.name, require] = peer
                 else:
                     self._fail(peer, peer.failure)
         finally:

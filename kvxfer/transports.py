@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from kvxfer.errors import ResourceError
+from kvxfer.verbs import rail_text, rails
+
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
@@ -24,6 +27,14 @@ def _shm() -> Transport:
     )
 
 
+def _verbs() -> Transport:
+    try:
+        found = [rail_text(rail) for rail in rails()]
+    except ResourceError as error:
+        return Transport("verbs", False, str(error))
+    return Transport("verbs", True, f"RDMA between hosts, here over {', '.join(found)}")
+
+
 def transports() -> dict[str, Transport]:
     """Return all transports by name, those that cannot be used here too, with the reason."""
     from kvxfer import _core  # only here: importing kvxfer loads no native code
@@ -34,9 +45,7 @@ def transports() -> dict[str, Transport]:
         Transport("tcp", True, "any two hosts; several streams a peer"),
     ]
     found += [
-        Transport(
-            "verbs", False, "links of its own in C++ (kvxfer/verbs.h); agents can't use it yet"
-        ),
+        _verbs(),
         Transport("ucx", False, _core.build_info()["back_ends"]["ucx"]["reason"]),
     ]
     return {transport.name: transport for transport in found}

@@ -1,0 +1,97 @@
+"""The RDMA adapters of an agent, and whether there are any."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import Error, ResourceError
+
+if TYPE_CHECKING:
+    from kvxfer import _core
+    from kvxfer.config import Config
+
+
+def _options(config: Config | None) -> _core.VerbsOptions:
+    from kvxfer import _core  # only here: importing kvxfer loads no native code
+
+    if config is None:
+        return _core.VerbsOptions(devices=[], gid_index=-1, queue_pairs=2, traffic_class=0)
+    return _core.VerbsOptions(
+        devices=[name.strip() for name in (config.verbs_devices or "").split(",") if name.strip()],
+        gid_index=config.verbs_gid_index,
+        queue_pairs=config.verbs_queue_pairs,
+        traffic_class=config.verbs_traffic_class,
+    )
+
+
+def rails(config: Config | None = None) -> list[_core.VerbsRail]:
+    """Return the ports that verbs would use.
+
+    Raises
+    ------
+    ResourceError
+        None can be used, with the reason.
+    """
+    from kvxfer import _core  # only here: importing kvxfer loads no native code
+
+    about = _core.build_info()["back_ends"]["verbs"]
+    if about["state"] != "on":
+        raise ResourceError(f"this build is without the verbs transport: {about['reason']}")
+    try:
+        return _core.verbs_rails(_options(config))
+    except Error as error:  # a device that does not exist is InvalidError
+        raise ResourceError(str(error)) from error
+
+
+def rail_text(rail: _core.VerbsRail) -> str:
+    """Return how people read a port: ``"mlx5_0:1 (InfiniBand, 400 Gbit/s)"``."""
+    speed = f", {rail.mbit_per_second / 1000:g} Gbit/s" if rail.mbit_per_second else ""
+    return f"{rail.device}:{rail.port} ({rail.link_layer}{speed})"
+
+
+class Adapters:
+    """The adapters of one agent, opened when the first peer wants them and kept until `close`.
+
+    Parameters
+    ----------
+    core, config
+        Of the agent.
+    """
+
+    def __init__(self, core: _core.Agent, config: Config) -> None:
+        self._core, self._config = core, config
+        self._lock = threading.Lock()
+        self._verbs: _core.Verbs | None = None
+
+    def problem(self) -> str | None:
+        """Return why none can be used at this moment, or None."""
+        with self._lock:
+            if self._verbs is not None:
+                return None
+        try:
+            rails(self._config)
+        except ResourceError as error:
+            return str(error)
+        return None
+
+    def endpoint(self, *, with_arena: bool) -> _core.VerbsEndpoint:
+        """Return this side of a connection that is to be made.
+
+        Raises
+        ------
+        Error
+            No adapter can be used, or memory cannot be registered with one.
+        """
+        with self._lock:
+            if self._verbs is None:
+                from kvxfer import _core  # only here: importing kvxfer loads no native code
+
+                self._verbs = _core.Verbs(self._core, _options(self._config))
+            verbs = self._verbs
+        return verbs.endpoint(with_arena)
+
+    def close(self) -> None:
+        """Let go of the adapters. Links that were made with them keep what they need."""
+        with self._lock:
+            self._verbs = None
