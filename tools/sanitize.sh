@@ -59,7 +59,7 @@ say "Python tests under ASan and UBSan"
   cd "$overlay"
   env LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)" \
     ASAN_OPTIONS="$asan_options:detect_leaks=0" PYTHONPATH="$overlay" HYPOTHESIS_PROFILE=sanitize \
-    KVXFER_EXPECT_SANITIZE=address,undefined \
+    KVXFER_EXPECT_SANITIZE=address,undefined KVXFER_FAKE_VERBS="$root/build/asan/libkvxfer_fake_verbs.so" \
     "$root/.venv/bin/python" -m pytest "$root/tests" -c "$root/pyproject.toml" --rootdir "$root" \
     -p no:cacheprovider -m "not slow" "$@"
 ) || { show_reports; exit 1; }

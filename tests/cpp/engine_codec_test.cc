@@ -48,7 +48,7 @@ float difference(TestCache& a, TestCache& b, const std::vector<uint32_t>& blocks
 }
 
 TEST_CASE("engine: codecs keep elements as near as they can") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     for (const Codec codec : {Codec::kInt8, Codec::kFloat8E4M3, Codec::kFloat8E5M2}) {
       CAPTURE(transport);
       CAPTURE(codec_name(codec));
@@ -85,7 +85,7 @@ TEST_CASE("engine: codecs keep elements as near as they can") {
 }
 
 TEST_CASE("engine: fetches with codecs from many threads, some cancelled, leave nothing behind") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     Pair pair(transport);
     TestCache source(2, 64, 16, Order::kHeadMajor);

@@ -107,6 +107,12 @@ inline AgentOptions options_of(const std::string& name, uint64_t incarnation, ui
   return options;
 }
 
+inline std::vector<std::string> engine_transports() {
+  std::vector<std::string> names{"loopback", "shm", "tcp"};
+  for (const auto& [name, maker] : further_transports()) names.push_back(name);
+  return names;
+}
+
 // A producer and a consumer, linked over the named transport.
 struct Pair {
   explicit Pair(const std::string& transport, const LoopbackFaults& faults = {},
@@ -122,6 +128,9 @@ struct Pair {
       const int arena = ::fcntl(consumer.arena_fd(), F_DUPFD_CLOEXEC, 0);
       theirs = make_shm_link(producer.io(), p, arena, consumer.arena_bytes());
       ours = make_shm_link(consumer.io(), c, -1, 0);
+    } else if (const auto maker = further_transports().find(transport);
+               maker != further_transports().end()) {
+      std::tie(theirs, ours) = maker->second(producer.io(), consumer.io(), consumer.arena().bytes);
     } else {
       const auto [p, c] = tcp_pair(false);
       std::vector<int> producer_data, consumer_data;

@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using namespace testing;
 
 TEST_CASE("engine: fetches deliver the offered bytes over every transport") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     std::mt19937 random(7);
     TestCache source(3, 40, 16, Order::kHeadMajor), target(3, 30, 24, Order::kTokenMajor);
@@ -51,7 +51,7 @@ TEST_CASE("engine: fetches deliver the offered bytes over every transport") {
 }
 
 TEST_CASE("engine: layers are sent as they become ready") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     TestCache source(4, 40, 16, Order::kHeadMajor), target(4, 40, 16, Order::kTokenMajor);
     Pair pair(transport);
@@ -72,7 +72,7 @@ TEST_CASE("engine: layers are sent as they become ready") {
 }
 
 TEST_CASE("engine: nothing is written after cancel() has returned") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     std::mt19937 random(11);
     LoopbackFaults faults;
@@ -105,7 +105,7 @@ TEST_CASE("engine: nothing is written after cancel() has returned") {
 }
 
 TEST_CASE("engine: many fetches from many threads, some cancelled, share the arena") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     Pair pair(transport);
     TestCache source(2, 64, 16, Order::kHeadMajor);
@@ -221,7 +221,7 @@ TEST_CASE("engine: refusals say why") {
 }
 
 TEST_CASE("engine: a fetch in two parts at one agent counts as one consumer") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     Pair pair(transport);
     TestCache source(4, 40, 16, Order::kHeadMajor), target(4, 40, 16, Order::kTokenMajor);
@@ -256,7 +256,7 @@ TEST_CASE("engine: a fetch in two parts at one agent counts as one consumer") {
 }
 
 TEST_CASE("engine: a fetch that waits leaves the last slot to others") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     Pair pair(transport, {}, /*slots=*/1);
     TestCache source(2, 40, 16, Order::kHeadMajor), target(2, 40, 16, Order::kTokenMajor);
@@ -276,7 +276,7 @@ TEST_CASE("engine: a fetch that waits leaves the last slot to others") {
 }
 
 TEST_CASE("engine: the end of an agent ends what its peers wait for") {
-  for (const std::string transport : {"loopback", "shm", "tcp"}) {
+  for (const std::string& transport : engine_transports()) {
     CAPTURE(transport);
     auto pair = std::make_unique<Pair>(transport);
     TestCache source(2, 20, 16, Order::kHeadMajor), target(2, 20, 16, Order::kHeadMajor);

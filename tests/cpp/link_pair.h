@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -179,9 +180,20 @@ inline bool have_ipv6() {
   }
 }
 
+// Makes both ends of a link: the producer's first. `arena` is what the consumer owns.
+using LinkMaker = std::function<std::pair<std::shared_ptr<Link>, std::shared_ptr<Link>>(
+    IoThreads& producer, IoThreads& consumer, std::span<std::byte> arena)>;
+
+// Transports that not every build has; each adds itself before main().
+inline std::map<std::string, LinkMaker>& further_transports() {
+  static std::map<std::string, LinkMaker> makers;
+  return makers;
+}
+
 inline std::vector<std::string> transports() {
   std::vector<std::string> names{"loopback", "shm", "tcp", "tcp-1"};
   if (have_ipv6()) names.push_back("tcp6");
+  for (const auto& [name, maker] : further_transports()) names.push_back(name);
   return names;
 }
 
@@ -200,6 +212,10 @@ struct LinkPair {
       const auto [p, c] = unix_pair();
       producer = make_shm_link(producer_threads, p, arena.duplicate(), arena.size());
       consumer = make_shm_link(consumer_threads, c, -1, 0);
+    } else if (const auto maker = further_transports().find(transport);
+               maker != further_transports().end()) {
+      std::tie(producer, consumer) =
+          maker->second(producer_threads, consumer_threads, {arena.data(), arena.size()});
     } else {
       const bool ipv6 = transport == "tcp6";
       const auto [p, c] = tcp_pair(ipv6);

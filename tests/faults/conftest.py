@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from kvtest.agents import TRANSPORTS, transport_name
+from kvtest.agents import BETWEEN_PROCESSES, transport_name
 
 
-@pytest.fixture(params=TRANSPORTS[:3])
+@pytest.fixture(params=["loopback", "shm", "tcp", "verbs"])
 def transport(request: pytest.FixtureRequest) -> str:
     transport_name(request.param)
     return request.param
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=[name for name in BETWEEN_PROCESSES if name != "tcp6"])
 def process_transport(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import kvxfer
+from kvtest import fake_verbs
 
-TRANSPORTS = ("loopback", "shm", "tcp", "tcp6")
-BETWEEN_PROCESSES = ("shm", "tcp", "tcp6")
+TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs")
+# The fake adapters of verbs reach no other process.
+BETWEEN_PROCESSES = ("shm", "tcp", "tcp6", *(("verbs",) if fake_verbs.real_devices() else ()))
 
 # No test waits for one of these: they only bound how long a broken one takes.
 LONG = 60.0
@@ -32,7 +34,9 @@ def has_ipv6() -> bool:
 
 
 def transport_name(transport: str) -> str:
-    """Return what `Config.transport` calls it; skip the test where this host has no IPv6."""
+    """Return what `Config.transport` calls it; skip the test where this host has not got it."""
+    if transport == "verbs":
+        fake_verbs.use()
     if transport == "tcp6" and not has_ipv6():
         pytest.skip("this host has no IPv6 loopback address ::1")
     return "tcp" if transport == "tcp6" else transport
@@ -42,17 +46,24 @@ def listen_address(transport: str) -> str:
     return {"loopback": "loopback:", "tcp6": "[::1]:0"}.get(transport, "127.0.0.1:0")
 
 
+def devices(transport: str, *, producing: bool) -> dict[str, Any]:
+    """Return the knob that names the adapters of a side, where those are real."""
+    real = fake_verbs.real_devices() if transport == "verbs" else None
+    return {} if real is None else {"verbs_devices": real[producing]}
+
+
 def producer(transport: str, name: str = "prefill", **knobs: Any) -> kvxfer.Agent:
     return kvxfer.Agent(
         name,
         listen=listen_address(transport),
         transport=transport_name(transport),
-        **{**SMALL, **knobs},
+        **{**SMALL, **devices(transport, producing=True), **knobs},
     )
 
 
 def consumer(transport: str, name: str = "decode", **knobs: Any) -> kvxfer.Agent:
-    return kvxfer.Agent(name, transport=transport_name(transport), **{**SMALL, **knobs})
+    knobs = {**SMALL, **devices(transport, producing=False), **knobs}
+    return kvxfer.Agent(name, transport=transport_name(transport), **knobs)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import kvxfer
-from kvtest.agents import LONG, SMALL, listen_address, transport_name
+from kvtest.agents import LONG, SMALL, devices, listen_address, transport_name
 from kvtest.caches import Geometry, Paged
 
 
@@ -53,9 +53,8 @@ class Server:
         """Make the agent; return its address. `listen`: an address, or "" for the usual one."""
         if listen == "":
             listen = listen_address(transport)
-        self.agent = kvxfer.Agent(
-            name, listen=listen, transport=transport_name(transport), **{**SMALL, **knobs}
-        )
+        knobs = {**SMALL, **devices(transport, producing=listen is not None), **knobs}
+        self.agent = kvxfer.Agent(name, listen=listen, transport=transport_name(transport), **knobs)
         return self.agent.address if listen is not None else None
 
     def cache(self, name: str, geometry: Geometry, seed: int | None = None) -> None:

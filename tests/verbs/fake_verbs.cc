@@ -89,7 +89,10 @@ struct Fault {
 // All state, and the thread that carries out work requests.
 class World {
  public:
-  World() : worker_([this] { run(); }) {}
+  World() {
+    set_devices(fake_verbs::default_devices());
+    worker_ = std::thread([this] { run(); });
+  }
   ~World() {
     {
       const std::lock_guard lock(mutex);
@@ -97,6 +100,20 @@ class World {
     }
     changed.notify_all();
     worker_.join();
+  }
+
+  void set_devices(const std::vector<fake_verbs::Device>& given) {
+    devices.assign(given.begin(), given.end());
+    handles.clear();
+    for (fake_verbs::Device& device : devices) handles.push_back({&device});
+  }
+
+  void forget_faults() {
+    faults.clear();
+    mute.clear();
+    held.clear();
+    hold_completions = hold_sends = false;
+    retry = std::chrono::milliseconds(50);
   }
 
   int injected(const char* function) {
@@ -812,20 +829,25 @@ const char* ibv_wc_status_str(ibv::WcStatus status) {
 
 namespace fake_verbs {
 
+std::vector<Device> default_devices() {
+  std::vector<Device> devices(2);
+  for (size_t i = 0; i < devices.size(); ++i) {
+    devices[i].name = "fake" + std::to_string(i);
+    devices[i].ports.resize(1);
+    devices[i].ports[0].gids = {{2, "fe80::" + std::to_string(i + 1)},
+                                {2, "::ffff:10.9." + std::to_string(i) + ".1"}};
+  }
+  return devices;
+}
+
 void reset(std::vector<Device> devices) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
-  all.faults.clear();
-  all.mute.clear();
-  all.held.clear();
-  all.hold_completions = all.hold_sends = false;
-  all.retry = std::chrono::milliseconds(50);
+  all.forget_faults();
   all.counts = {};
   all.bytes.clear();
   all.last_violation.clear();
-  all.devices.assign(devices.begin(), devices.end());
-  all.handles.clear();
-  for (Device& device : all.devices) all.handles.push_back({&device});
+  all.set_devices(devices);
 }
 
 std::string library_path() {
@@ -943,3 +965,63 @@ Registration last_registration() {
 }
 
 }  // namespace fake_verbs
+
+extern "C" {
+
+bool fake_verbs_set_port(const char* device, uint32_t port, bool active) {
+  {
+    World& all = world();
+    const std::lock_guard lock(all.mutex);
+    const auto found =
+        std::find_if(all.devices.begin(), all.devices.end(),
+                     [&](const fake_verbs::Device& facts) { return facts.name == device; });
+    if (found == all.devices.end() || port == 0 || port > found->ports.size()) return false;
+  }
+  fake_verbs::set_port(device, port, active);
+  return true;
+}
+
+void fake_verbs_set_retry_ms(uint32_t milliseconds) { fake_verbs::set_retry_ms(milliseconds); }
+
+void fake_verbs_break_queue_pairs(const char* device, bool with_event) {
+  fake_verbs::break_queue_pairs(device, with_event);
+}
+
+void fake_verbs_hold_sends(bool hold) { fake_verbs::hold_sends(hold); }
+
+void fake_verbs_lose_acknowledgements(const char* device, bool lose) {
+  fake_verbs::lose_acknowledgements(device, lose);
+}
+
+void fake_verbs_fail_calls(const char* function, int error, int skip, int times) {
+  fake_verbs::fail_calls(function, error, skip, times);
+}
+
+void fake_verbs_forget_faults() {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.forget_faults();
+  all.changed.notify_all();
+}
+
+uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port) {
+  return fake_verbs::bytes_sent(device, port);
+}
+
+uint64_t fake_verbs_violations() { return fake_verbs::counts().violations; }
+
+uint64_t fake_verbs_objects() { return static_cast<uint64_t>(fake_verbs::objects().total()); }
+
+uint32_t fake_verbs_remote_keys(uint32_t* keys, uint32_t room) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  uint32_t count = 0;
+  for (const Mr* mr : all.mrs) {
+    if (!(mr->access & ibv::kRemoteWrite)) continue;
+    if (count < room) keys[count] = mr->rkey;
+    ++count;
+  }
+  return count;
+}
+
+}  // extern "C"

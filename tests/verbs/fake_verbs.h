@@ -39,6 +39,9 @@ struct Device {
   uint32_t max_inline = 256;
 };
 
+// Two adapters, "fake0" and "fake1", in a subnet each: what there is in the beginning.
+std::vector<Device> default_devices();
+
 // Forgets all faults and replaces the devices. Nothing may be open.
 void reset(std::vector<Device> devices);
 
@@ -92,5 +95,21 @@ struct Registration {
 Registration last_registration();
 
 }  // namespace fake_verbs
+
+// The same for callers from Python. False: there is no such port.
+extern "C" {
+bool fake_verbs_set_port(const char* device, uint32_t port, bool active);
+void fake_verbs_set_retry_ms(uint32_t milliseconds);
+void fake_verbs_break_queue_pairs(const char* device, bool with_event);
+void fake_verbs_hold_sends(bool hold);
+void fake_verbs_lose_acknowledgements(const char* device, bool lose);
+void fake_verbs_fail_calls(const char* function, int error, int skip, int times);
+void fake_verbs_forget_faults();
+uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port);
+uint64_t fake_verbs_violations();
+uint64_t fake_verbs_objects();
+// The first `room` remote keys that are valid; returns how many there are.
+uint32_t fake_verbs_remote_keys(uint32_t* keys, uint32_t room);
+}
 
 #endif  // KVXFER_TESTS_FAKE_VERBS_H_

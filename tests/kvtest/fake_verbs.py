@@ -1,0 +1,104 @@
+"""RDMA adapters that exist in this process only, and fail on request: tests/verbs/fake_verbs.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvxfer
+
+DEVICES = ("fake0", "fake1")
+
+
+def _path() -> Path | None:
+    named = os.environ.get("KVXFER_FAKE_VERBS")
+    built = Path(__file__).parents[2] / "build" / "release" / "libkvxfer_fake_verbs.so"
+    path = Path(named) if named else built
+    return path if path.exists() else None
+
+
+def real_devices() -> list[str] | None:
+    """Return the consumers' and the producers', where tests are to run over real adapters."""
+    named = os.environ.get("KVXFER_TEST_VERBS")
+    return named.split("/") if named else None
+
+
+def use() -> None:
+    """Let agents of this process find adapters; skip the test where no fake ones were built."""
+    if real_devices() is not None:
+        return
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    os.environ["KVXFER_VERBS_LIBRARY"] = str(_path())
+
+
+def missing() -> str | None:
+    about = kvxfer._core.build_info()["back_ends"]["verbs"]
+    if about["state"] != "on":
+        return f"this build has no verbs: {about['reason']}"
+    if _path() is None:
+        return "libkvxfer_fake_verbs.so is not built (make build-tests), nor in KVXFER_FAKE_VERBS"
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(_path()))
+    found.fake_verbs_set_port.restype = ctypes.c_bool
+    found.fake_verbs_bytes_sent.restype = ctypes.c_uint64
+    found.fake_verbs_violations.restype = ctypes.c_uint64
+    found.fake_verbs_objects.restype = ctypes.c_uint64
+    found.fake_verbs_remote_keys.restype = ctypes.c_uint32
+    return found
+
+
+def set_port(device: str, active: bool) -> None:
+    assert library().fake_verbs_set_port(device.encode(), 1, active)
+
+
+def break_queue_pairs(device: str) -> None:
+    library().fake_verbs_break_queue_pairs(device.encode(), True)
+
+
+def hold_sends(hold: bool) -> None:
+    library().fake_verbs_hold_sends(hold)
+
+
+def fail_calls(function: str, error: int, skip: int = 0, times: int = 1) -> None:
+    library().fake_verbs_fail_calls(function.encode(), error, skip, times)
+
+
+def bytes_sent(device: str) -> int:
+    return library().fake_verbs_bytes_sent(device.encode(), 1)
+
+
+def objects() -> int:
+    """Contexts, queue pairs, registrations and so on that somebody holds."""
+    return library().fake_verbs_objects()
+
+
+def remote_keys() -> set[int]:
+    """Keys by which peers may write, of all agents of this process."""
+    keys = (ctypes.c_uint32 * 256)()
+    count = library().fake_verbs_remote_keys(keys, len(keys))
+    assert count <= len(keys)
+    return set(keys[:count])
+
+
+@contextmanager
+def no_faults_left() -> Iterator[None]:
+    """Let what a block breaks be whole again behind it, and adapters have had nothing to refuse."""
+    before = library().fake_verbs_violations()
+    try:
+        yield
+        assert library().fake_verbs_violations() == before
+    finally:
+        library().fake_verbs_forget_faults()
+        for device in DEVICES:
+            set_port(device, True)
