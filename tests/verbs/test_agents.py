@@ -15,6 +15,7 @@ from kvtest.caches import Geometry, Paged
 
 import kvxfer
 from kvxfer.handshake import (
+    PROTOCOL,
     Deadline,
     Identity,
     Transcript,
@@ -354,7 +355,7 @@ def test_no_key_leaves_before_the_producer_has_proved_itself() -> None:
         control = fake.next_socket()
         hello = recv_frame(control, Deadline(LONG))
         assert "endpoint" not in hello
-        reply = {"kvxfer": 1, **fake.identity.frame(), "nonce": "00"}
+        reply = {"kvxfer": PROTOCOL, **fake.identity.frame(), "nonce": "00"}
         proof = Transcript("guessed", hello, reply).proof("producer")
         send_frame(control, {**reply, "proof": proof}, Deadline(LONG))
         assert control.recv(1) == b""
@@ -441,7 +442,7 @@ def test_a_producer_that_sends_junk_for_an_endpoint() -> None:
             control, deadline = fake.next_socket(), Deadline(LONG)
             hello = recv_frame(control, deadline)
             assert hello["transports"] == ["verbs"]
-            reply = {"kvxfer": 1, **fake.identity.frame(), "nonce": "00"}
+            reply = {"kvxfer": PROTOCOL, **fake.identity.frame(), "nonce": "00"}
             transcript = Transcript(None, hello, reply)
             send_frame(control, {**reply, "proof": transcript.proof("producer")}, deadline)
             recv_frame(control, deadline)
