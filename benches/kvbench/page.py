@@ -13,6 +13,7 @@ Line = dict[str, Any]
 BEGIN = "<!-- begin: what make bench writes -->"
 END = "<!-- end: what make bench writes -->"
 
+_ALT = {"fetch.svg": "Rates of fetches", "work.svg": "Rates of packing and of codecs"}
 # What each line is called on the page; those without a name are left out.
 TITLES = {
     "fetch_shm": "shared memory, 16 KiB blocks",
@@ -165,7 +166,7 @@ def _single(lines: Sequence[Line]) -> str:
 
 
 def _images(names: Iterable[str]) -> str:
-    return "".join(f"![{name}](benchmarks/{name})\n" for name in names)
+    return "".join(f"![{_ALT[name]}](benchmarks/{name})\n" for name in names)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
