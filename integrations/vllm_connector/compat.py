@@ -17,10 +17,15 @@ from .messages import CacheInfo
 
 CONNECTOR = "2"  # changes with what kv_transfer_params mean
 # Of a model's config, what says nothing of the numbers in its cache.
-_IRRELEVANT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_IRRELEVANT = {
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "return_dict"),
+    *("problem_type", "id2label", "label2id", "output_attentions", "output_hidden_states"),
+    *("attention_dropout", "initializer_range"),
+}
 _MODEL = "model config "
 _SAMPLE, _PLACES = 4096, 64  # bytes, and from how many places of each file of weights
-_MOST_KEYS, _MOST_TEXT = 100, 200  # of one part of a config; what is longer ends in a digest
+_MOST_TEXT = 200  # characters of a field; what is longer ends in a digest
+_MOST_CONFIG = 16 << 10  # characters of a model's config; longer ones go by their outermost keys
 
 
 def layer_specs(kv_cache_config: Any, group: int) -> dict[str, Any]:
@@ -75,14 +80,22 @@ def _weights(model: str) -> str:
     return _clip("; ".join(parts)) or "none"
 
 
-def _config(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield a model's config, key by key, as ``rope_parameters.factor``."""
-    if isinstance(value, dict) and len(value) <= _MOST_KEYS:
+def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield a config key by key, as ``rope_parameters.factor``, down to a depth."""
+    if isinstance(value, dict) and depth > 0:
         for key, each in value.items():
             if key not in _IRRELEVANT:
-                yield from _config(f"{name}.{key}" if name else str(key), each)
+                yield from _leaves(f"{name}.{key}" if name else str(key), each, depth - 1)
     else:
         yield name, _clip(json.dumps(value, sort_keys=True, default=str))
+
+
+def _config(config: dict[str, Any]) -> dict[str, str]:
+    for depth in (8, 1):
+        found = {_MODEL + key: value for key, value in _leaves("", config, depth)}
+        if sum(len(key) + len(value) for key, value in found.items()) <= _MOST_CONFIG:
+            return found
+    return {f"{_MODEL}as a whole": _clip(json.dumps(found, sort_keys=True))}
 
 
 def engine_fields(vllm_config: Any) -> dict[str, str]:
@@ -90,7 +103,6 @@ def engine_fields(vllm_config: Any) -> dict[str, str]:
     import vllm
 
     model = vllm_config.model_config
-    config = model.hf_config.to_dict()
     commit = getattr(model.hf_config, "_commit_hash", None)
     return {
         "connector version": CONNECTOR,
@@ -98,7 +110,7 @@ def engine_fields(vllm_config: Any) -> dict[str, str]:
         "weights": _weights(model.model),
         "model revision": f"{model.revision or 'none'}{f' ({commit})' if commit else ''}",
         "quantization": str(model.quantization or "none"),
-        **{_MODEL + key: value for key, value in _config("", config)},
+        **_config(model.hf_config.to_dict()),
     }
 
 

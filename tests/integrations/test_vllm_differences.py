@@ -241,15 +241,31 @@ def test_what_travels_of_a_config_is_bounded(fake: Any, engine: Callable[..., An
     from kvxfer.integrations.vllm_connector.compat import engine_fields
 
     config = engine("kv_both").config
-    config.model_config.hf_config.id2label = {str(n): f"label {n}" for n in range(5000)}
-    config.model_config.hf_config.text_config = {"rope": {"theta": 3.0}, "dtype": "float7"}
-    fields = engine_fields(config)
-    assert fields["model config text_config.rope.theta"] == "3.0"
-    assert "model config text_config.dtype" not in fields
-    assert len(fields["model config id2label"]) < 200
-    config.model_config.hf_config.id2label["4999"] = "another"
-    assert fields["model config id2label"] != engine_fields(config)["model config id2label"]
-    assert sum(len(name) + len(value) for name, value in fields.items()) < 8000
+    given = config.model_config.hf_config
+
+    def fields() -> dict[str, str]:
+        found = engine_fields(config)
+        assert sum(len(name) + len(value) for name, value in found.items()) < 20000
+        return found
+
+    given.text_config = {"rope": {"theta": 3.0, "factors": [1.5] * 500}, "dtype": "float7"}
+    before = fields()
+    assert before["model config text_config.rope.theta"] == "3.0"
+    assert "model config text_config.dtype" not in before
+    given.text_config["rope"]["factors"][400] = 2.5
+    assert (
+        before["model config text_config.rope.factors"]
+        != (fields()["model config text_config.rope.factors"])
+    )
+    given.table = {f"key {number}": number for number in range(2000)}
+    before = fields()
+    given.table["key 1999"] = "another"
+    assert before != fields()
+    for number in range(3000):
+        setattr(given, f"more_{number}", number)
+    before = fields()
+    given.more_2999 = 7
+    assert before != fields()
 
 
 def test_ranks_that_differ_are_refused(engine: Callable[..., Any], fake: Any) -> None:
