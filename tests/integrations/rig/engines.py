@@ -46,7 +46,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"{error.code}: {error.read().decode()[:500]}") from None
 
 
-def completion(port: int, prompt: list[int], **more: Any) -> dict[str, Any]:
+def completion(port: int, prompt: list[int] | str, **more: Any) -> dict[str, Any]:
     body = {
         "prompt": prompt,
         "max_tokens": 8,
@@ -135,6 +135,7 @@ def start_engine(
     model: Path,
     log: Path,
     *,
+    port: int | None = None,
     role: str | None = None,
     extra: dict[str, Any] | None = None,
     core: str = "nobind",
@@ -148,7 +149,7 @@ def start_engine(
     env: dict[str, str] | None = None,
 ) -> Server:
     """Start an engine without waiting for it; `role` None is one without a connector."""
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
     command += ["--enforce-eager", "--dtype", dtype]
@@ -183,6 +184,20 @@ def start_proxy(log: Path, prefill: Server, decode: Server, flow: str) -> Server
     command = [sys.executable, "-m", "kvxfer.integrations.vllm_connector.proxy"]
     command += ["--prefill", f"http://127.0.0.1:{prefill.port}", "--flow", flow]
     command += ["--decode", f"http://127.0.0.1:{decode.port}", "--port", str(port)]
+    return Server(command, port, log, {})
+
+
+def start_router(log: Path, prefill: Server, decode: Server) -> Server | None:
+    """Start vllm-router as for NixlConnector; None where it is not installed."""
+    program = Path(sys.executable).parent / "vllm-router"
+    if not program.exists():
+        return None
+    port = free_port()
+    command = [str(program), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--prometheus-port", str(free_port())]
+    command += ["--prefill", f"http://127.0.0.1:{prefill.port}"]
+    command += ["--decode", f"http://127.0.0.1:{decode.port}"]
     return Server(command, port, log, {})
 
 
