@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _HELP = re.compile(r"^<!-- help: (kvxfer[\w -]*) -->$", re.MULTILINE)
@@ -16,7 +15,7 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _PAGES = {"README.md": "index.md", "docs/README.md": "index.md"}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: object) -> str:
     """Fill in help texts; make links to files that are not on the site plain names."""
     return _OUTSIDE.sub(_link, _HELP.sub(_help, markdown))
 
