@@ -22,7 +22,7 @@ MOST_READ = 16 << 20
 
 MOST_ERROR = 64 << 10
 _STREAM_ERROR = b'data: {"error"'
-_STANDING = ("v", "fields", "decode_tp_size", "lease", "block_sizes", "agents")
+_STANDING = ("v", "fields", "lease", "agents")
 
 
 class Kind(str, enum.Enum):
