@@ -39,7 +39,7 @@ from typing import Any
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, HandshakeError, Status
 
-PROTOCOL = 1  # of the handshake; the core's messages have a version of their own
+PROTOCOL = 2  # of the handshake; the core's messages have a version of their own
 _MAX_FRAME = 64 << 10
 _MAX_ENDPOINT_FRAME = 1 << 20  # of a peer that has proved itself
 _MAX_PROBLEM = 2000  # characters

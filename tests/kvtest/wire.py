@@ -9,6 +9,7 @@ import dataclasses
 import os
 import socket
 import struct
+import zlib
 from typing import Any
 
 import kvxfer
@@ -176,10 +177,14 @@ class FakePeer:
     identity: Identity
     control: socket.socket
     data: list[socket.socket]
+    said: int = 0  # messages
+    heard: int = 0
 
     def say(self, *messages: bytes) -> None:
         for message in messages:
-            self.control.sendall(numbers(len(message)) + message)
+            check = zlib.crc32(message, self.said)
+            self.said += 1
+            self.control.sendall(numbers(len(message), check) + message)
 
     def raw(self, data: bytes) -> None:
         self.control.sendall(data)
@@ -187,10 +192,17 @@ class FakePeer:
     def hear(self) -> bytes | None:
         """Return the next message; None when the other side has closed the link."""
         try:
-            header = self._exactly(4)
-            return None if header is None else self._exactly(*struct.unpack("<I", header))
+            header = self._exactly(8)
+            if header is None:
+                return None
+            size, check = struct.unpack("<II", header)
+            message = self._exactly(size)
         except ConnectionError:
             return None
+        if message is not None:
+            assert check == zlib.crc32(message, self.heard)
+            self.heard += 1
+        return message
 
     def hear_a(self, kind: int) -> bytes:
         """Return the next message of a kind, and skip those before."""

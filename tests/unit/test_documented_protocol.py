@@ -6,6 +6,7 @@ the page or the code has changed without the other.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import hmac
 import itertools
@@ -13,6 +14,7 @@ import json
 import select
 import socket
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -69,12 +71,12 @@ def shake_hands(agent, streams):
     """Section 2 and 3; returns the control connection and the data connections."""
     control = dial(agent["address"])
     hello = {
-        "kvxfer": 1, "kind": "peer", "name": "étranger", "incarnation": f"{77:016x}",
+        "kvxfer": 2, "kind": "peer", "name": "étranger", "incarnation": f"{77:016x}",
         "nonce": "00" * 16, "host": "elsewhere", "transports": ["tcp"], "streams": streams,
     }  # fmt: skip
     send_frame(control, hello)
     reply = recv_frame(control)
-    assert (reply["kvxfer"], reply["name"]) == (1, agent["name"])
+    assert (reply["kvxfer"], reply["name"]) == (2, agent["name"])
     assert reply["incarnation"] == agent["incarnation"]
     proof = reply.pop("proof")
     key = SECRET.encode()
@@ -96,14 +98,28 @@ def shake_hands(agent, streams):
     return control, data
 
 
+numbers = collections.Counter()  # of messages, by direction and connection
+
+
+def next_check(direction, sock, message):
+    """Section 3: the check of the next message."""
+    number = numbers[direction, sock]
+    numbers[direction, sock] += 1
+    return zlib.crc32(message, number)
+
+
 def send(sock, kind, body=b""):
-    sock.sendall(struct.pack("<IB", len(body) + 1, kind) + body)
+    message = bytes([kind]) + body
+    check = next_check("sent", sock, message)
+    sock.sendall(struct.pack("<II", len(message), check) + message)
 
 
 def receive_message(sock, kind):
     """The next message but PINGs; it must be of that kind."""
     while True:
-        message = receive(sock, *struct.unpack("<I", receive(sock, 4)))
+        size, check = struct.unpack("<II", receive(sock, 8))
+        message = receive(sock, size)
+        assert check == next_check("received", sock, message)
         if message[0] != 11 or len(message) > 1:
             assert message[0] == kind, message
             return message[1:]

@@ -16,20 +16,40 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kHeader = 4;
+constexpr size_t kLength = 4;
+constexpr size_t kHeader = kLength + 4;
 constexpr size_t kReceiveBuffer = 64u << 10;
 constexpr size_t kMaxQueued = 64u << 20;
 // Other links of the same loop get their turn after so many system calls.
 constexpr int kReceivesPerTurn = 16;
 
-void store_length(std::byte* to, size_t length) {
-  for (size_t i = 0; i < kHeader; ++i) to[i] = static_cast<std::byte>(length >> (8 * i));
+void store(std::byte* to, uint32_t value) {
+  for (size_t i = 0; i < 4; ++i) to[i] = static_cast<std::byte>(value >> (8 * i));
 }
 
-size_t load_length(const std::byte* from) {
-  size_t length = 0;
-  for (size_t i = 0; i < kHeader; ++i) length |= std::to_integer<size_t>(from[i]) << (8 * i);
-  return length;
+uint32_t load(const std::byte* from) {
+  uint32_t value = 0;
+  for (size_t i = 0; i < 4; ++i) value |= std::to_integer<uint32_t>(from[i]) << (8 * i);
+  return value;
+}
+
+// CRC-32 as in zlib, whose crc32(message, number) gives the same.
+constexpr std::array<uint32_t, 256> kCrcTable = [] {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t rest = i;
+    for (int bit = 0; bit < 8; ++bit) rest = (rest >> 1) ^ (rest & 1 ? 0xedb88320u : 0u);
+    table[i] = rest;
+  }
+  return table;
+}();
+
+uint32_t check_of(std::span<const std::byte> message, uint32_t number) {
+  uint32_t crc = ~number;
+  for (const std::byte byte : message) {
+    crc = kCrcTable[(crc ^ std::to_integer<uint32_t>(byte)) & 0xff] ^ (crc >> 8);
+  }
+  return ~crc;
 }
 
 std::string lost(int error) { return "the connection was lost: " + error_text(error); }
@@ -52,10 +72,11 @@ FrameSocket::Failure FrameSocket::send(std::span<const std::byte> message) {
            " bytes is over the limit of " + std::to_string(kMaxMessage);
   }
   std::array<std::byte, kHeader> header;
-  store_length(header.data(), message.size());
+  store(header.data(), static_cast<uint32_t>(message.size()));
   const size_t total = kHeader + message.size();
 
   const std::lock_guard lock(mutex_);
+  store(header.data() + kLength, check_of(message, sent_++));
   size_t sent = 0;
   if (out_begin_ == out_.size()) {
     std::array<iovec, 2> parts{
@@ -109,8 +130,8 @@ FrameSocket::Failure FrameSocket::flush() {
 
 FrameSocket::Failure FrameSocket::parse(
     const std::function<bool(std::span<const std::byte>)>& deliver, bool& go_on) {
-  while (go_on && in_end_ - in_begin_ >= kHeader) {
-    const size_t length = load_length(in_.data() + in_begin_);
+  while (go_on && in_end_ - in_begin_ >= kLength) {
+    const size_t length = load(in_.data() + in_begin_);
     if (length > kMaxMessage) {
       return "the peer sent a control message of " + std::to_string(length) +
              " bytes where at most " + std::to_string(kMaxMessage) +
@@ -121,6 +142,10 @@ FrameSocket::Failure FrameSocket::parse(
       break;
     }
     const std::span<const std::byte> message(in_.data() + in_begin_ + kHeader, length);
+    if (load(in_.data() + in_begin_ + kLength) != check_of(message, received_++)) {
+      return "control message " + std::to_string(received_) + " of " + std::to_string(length) +
+             " bytes was damaged on the way, or does not speak this protocol";
+    }
     in_begin_ += kHeader + length;
     go_on = deliver(message);
   }

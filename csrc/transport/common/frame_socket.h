@@ -15,8 +15,11 @@
 
 namespace kvxfer {
 
-// Messages over a connected stream socket: a 32-bit little-endian length, then that many bytes.
-// Failures are returned as text for people; after the first one the socket is of no more use.
+// Messages over a connected stream socket: a length and a check, both 32 bits and little-endian,
+// then as many bytes. The check is a CRC-32 of the message that starts with its number in this
+// direction, so a message that was changed, lost or repeated on the way is found: a bit that TCP
+// lets through would put right bytes into wrong places, where no digest of a chunk looks. Failures
+// are returned as text for people; after the first one the socket is of no more use.
 class FrameSocket {
  public:
   using Failure = std::optional<std::string>;
@@ -62,11 +65,13 @@ class FrameSocket {
   std::mutex mutex_;
   std::vector<std::byte> out_;  // guarded by mutex_; bytes from out_begin_ on wait to be sent
   size_t out_begin_ = 0;        // guarded by mutex_
+  uint32_t sent_ = 0;           // guarded by mutex_; messages
   bool want_out_ = false;       // guarded by mutex_; EPOLLOUT is asked for
 
   std::vector<std::byte> in_;  // [in_begin_, in_end_) is received and not yet delivered
   size_t in_begin_ = 0;
   size_t in_end_ = 0;
+  uint32_t received_ = 0;  // messages
 };
 
 }  // namespace kvxfer
