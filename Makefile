@@ -7,7 +7,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-faults soak fuzz test-arm64 test-vllm demo-vllm demo-gateway vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-micro bench-peers-setup wheel clean
+.PHONY: help demo test test-faults soak fuzz test-arm64 test-rdma test-vllm demo-vllm demo-gateway vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize docs bench bench-micro bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ test-arm64: test-tools  ## compile for arm64, run the tests of digest, codecs an
 
 vllm-tools: build-tests
 	@tools/vllm.sh
+
+# Not part of `make test`: where there is no soft-RoCE it builds a kernel to run under, once.
+test-rdma: build-tests  ## test verbs on soft-RoCE, two hosts with two rails (ARGS="-x" goes to pytest)
+	@tools/test_rdma.sh $(ARGS)
 
 # Not part of `make test`: vLLM is large and its engines take their time to start.
 test-vllm: vllm-tools  ## test the vLLM connector against vLLM in .venv-vllm (ARGS="-m slow" for the rest)

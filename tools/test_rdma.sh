@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# test_rdma.sh: the tests of the verbs transport on real ibverbs, over soft-RoCE: two hosts with two
+# rails between them, which are cut, lose packets and come back. Where this machine has no rdma_rxe of
+# its own to spare, all of it runs in the guest of rdma_rig.sh. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/common.sh
+
+if ! reason=$(tools/rdma_rig.sh --check 2>&1); then
+  say "skipped: no soft-RoCE here. ${reason#rdma_rig.sh: }"
+  exit 0
+fi
+if [[ ${CI:-} == true && ! -e ${KVXFER_RIG_CACHE:-$HOME/.cache/kvxfer/rig}/version ]]; then
+  say "skipped: the guest's kernel is not in the cache, and takes too long to build here"
+  exit 0
+fi
+unset KVXFER_VERBS_LIBRARY
+
+say "C++ tests over soft-RoCE"
+tools/rdma_rig.sh tests/verbs/rig.sh run build/release/kvxfer_tests --no-intro -sf="*verbs_test*,*verbs_rig_test*,*transport_test*,*engine_test*"
+say "Python tests over soft-RoCE, between two processes"
+tools/rdma_rig.sh tests/verbs/rig.sh run .venv/bin/python -m pytest -p no:cacheprovider \
+  tests/conformance tests/faults -k verbs "$@"
