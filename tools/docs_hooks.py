@@ -6,13 +6,33 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _HELP = re.compile(r"^<!-- help: (kvxfer[\w -]*) -->$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 # Pages about the repository, which are part of the site under these names.
 _PAGES = {"README.md": "index.md", "docs/README.md": "index.md"}
+
+
+def on_config(config: Any) -> Any:  # noqa: ANN401 - mkdocs' own
+    """Put pages that the menu does not name at its end, so that none is lost."""
+    pages = {path.name for path in Path(config["docs_dir"]).glob("*.md")} - {"README.md"}
+    if missing := sorted(pages - set(_named(config["nav"]))):
+        config["nav"].append({"More": missing})
+    return config
+
+
+def _named(entry: Any) -> Iterator[str]:  # noqa: ANN401 - texts in lists and dicts
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        yield from _named(list(entry.values()))
+    else:
+        for part in entry:
+            yield from _named(part)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
