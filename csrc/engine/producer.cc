@@ -243,7 +243,7 @@ void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
 
 void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id) {
   const auto found = peer.serves.find(fetch_id);
-  if (found == peer.serves.end()) return;
+  if (found == peer.serves.end() || found->second->ended) return;
   const auto serve = found->second;
   const auto offer = serve->offer;
   if (!offer) throw Error(StatusCode::kProtocol, "DONE for a fetch that was never accepted");

@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -31,7 +34,8 @@ class FakeLink : public Link {
   std::span<std::byte> mapped_arena() const override { return {arena_.data(), arena_.size()}; }
   void write(std::span<const std::byte>, uint64_t, std::span<const std::byte>,
              uint64_t token) override {
-    sink_->on_written(*this, token, true);
+    if (!writes_take_long) return sink_->on_written(*this, token, true);
+    under_way = token;
   }
   void close(const std::string& why) override {
     if (reason.empty()) reason = why;
@@ -40,8 +44,11 @@ class FakeLink : public Link {
 
   void say(const wire::Bytes& message) { sink_->on_message(*this, message); }
   void land(const wire::Bytes& notice) { sink_->on_landed(*this, notice, true); }
+  void end_write() { sink_->on_written(*this, under_way.exchange(0), true); }
   void end() { sink_->on_closed(*this, "the test is over"); }
 
+  bool writes_take_long = false;        // until end_write()
+  std::atomic<uint64_t> under_way = 0;  // the token of such a write
   std::vector<wire::Bytes> sent;
   std::string reason;  // why the agent closed it
 
@@ -91,13 +98,14 @@ struct Victim {
     spec.parts = {{peer, {0}, 0, 8}};
     return agent->fetch(spec);
   }
-  Offer offer(int number = 1) {
+  Offer offer(int number = 1, uint32_t consumers = 1) {
     OfferSpec spec;
     spec.id = "x";
     spec.generation = generation_of(number);
     spec.cache = cache;
     spec.table.blocks = {1, 2};
     spec.num_tokens = 32;
+    spec.consumers = consumers;
     return agent->offer(spec);
   }
   wire::Bytes layout_message() const {
@@ -375,6 +383,29 @@ TEST_CASE("hostile: what lands after a cancel stays in quarantine until the peer
   const AgentStats stats = victim.agent->stats();
   CHECK(stats.free_slots == stats.slots);
   CHECK(victim.link->reason.empty());
+}
+
+TEST_CASE("hostile: a fetch that has ended is not done again while a chunk of it is under way") {
+  for (const auto first : {wire::MessageType::kDone, wire::MessageType::kCancel}) {
+    CAPTURE(static_cast<int>(first));
+    Victim victim(true, false);
+    victim.link->writes_take_long = true;
+    const Offer offer = victim.offer(1, 2);
+    victim.link->say(victim.layout_message());
+    victim.link->say(victim.fetch_message().encode());
+    for (int i = 0; i < 5000 && victim.link->under_way == 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    REQUIRE(victim.link->under_way != 0);
+    victim.link->say(wire::encode_fetch_id(first, 1));
+    for (int i = 0; i < 2; ++i) {
+      victim.link->say(wire::encode_fetch_id(wire::MessageType::kDone, 1));
+    }
+    CHECK(victim.agent->stats().offers == 1);
+    CHECK(victim.link->reason.empty());
+    victim.link->end_write();
+    CHECK(victim.agent->stats().serving == 0);
+  }
 }
 
 TEST_CASE("hostile: a producer has no business being written to") {
