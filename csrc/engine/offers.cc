@@ -94,12 +94,12 @@ void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, co
   if (offer->ended) return;
   offer->consumers = std::max(offer->consumers, serve.request.consumers);
   const Consumer who = consumer_of(serve);
-  // A fetch that was given up was not counted before. Else it may be the same that is told twice.
   if (serve.given_up) {
     note_fetch(*offer, serve);
+    if (offer->declined_by.erase(who) > 0) return renew_lease(*offer);  // was counted then
   } else if (offer->fetched_by.contains(who) || offer->declined_by.size() >= kConsumers ||
              !offer->declined_by.insert(who).second) {
-    return;
+    return;  // may be the same that is told twice
   }
   renew_lease(*offer);
   ++offer->declines;

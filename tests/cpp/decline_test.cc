@@ -283,6 +283,16 @@ TEST_CASE("cancel: plain, the offer stays; for good, it counts, waiting, sending
     CHECK(!two_more.wait(0.02));
     CHECK(end_of(rig.get(5)).ok());
     CHECK(end_of(two_more).ok());
+
+    // It had declined, which was counted then; a second one that gives up is another.
+    const Offer twice = rig.make(6, 2, false);
+    CHECK(end_of(rig.decline(6)).ok());
+    Fetch changed = rig.get(6), another = rig.get(6);
+    changed.cancel(true);
+    CHECK(eventually([&] { return rig.consumer.stats().fetches == 1; }));
+    CHECK(!twice.released());
+    another.cancel(true);
+    CHECK(end_of(twice).ok());
     CHECK(rig.at_rest());
   }
 }
