@@ -20,7 +20,7 @@ void refused_or(Action&& action) {
   try {
     action();
   } catch (const kvxfer::Error& error) {
-    check(error.status().code == kvxfer::StatusCode::kProtocol, error.what());
+    check(error.code() == kvxfer::StatusCode::kProtocol, error.what());
   }
 }
 

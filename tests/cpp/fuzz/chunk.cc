@@ -1,5 +1,5 @@
-// A coded chunk that a producer may have made up: it is refused, or decoded into the plan's rows and
-// nowhere else.
+// A coded chunk that a producer may have made up: it is refused, or decoded into the plan's rows
+// and nowhere else.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,8 @@ constexpr uint32_t kBlocks = 6, kBlockSize = 8, kHeads = 2, kContent = 16;
 constexpr std::byte kUntouched{0xee};
 
 struct Target {
-  explicit Target(uint8_t choice) : memory(size_t{2} * kBlocks * kBlockSize * kHeads * kContent * 2) {
+  explicit Target(uint8_t choice)
+      : memory(size_t{2} * kBlocks * kBlockSize * kHeads * kContent * 2) {
     std::fill(memory.begin(), memory.end(), kUntouched);
     layout.num_blocks = kBlocks;
     layout.block_size = kBlockSize;
@@ -39,15 +40,16 @@ struct Target {
     format.encodings = {{chosen[0], kvxfer::ScaleFormat::kBFloat16, 0},
                         {chosen[1], kvxfer::ScaleFormat::kBFloat16, 0}};
     table.blocks = {4, 1, 3};
-    plan = std::make_unique<kvxfer::PanelPlan>(
-        layout, table, kvxfer::Slice{{0}, 0, kHeads, 0, kTokens}, std::vector<uint32_t>{0, 1},
-        format);
+    plan = std::make_unique<kvxfer::PanelPlan>(layout, table,
+                                               kvxfer::Slice{{0}, 0, kHeads, 0, kTokens},
+                                               std::vector<uint32_t>{0, 1}, format);
   }
 
   bool outside_untouched() const {
     for (const uint32_t block : {0u, 2u, 5u}) {
       for (int plane = 0; plane < 2; ++plane) {
-        const std::byte* begin = layout.views[plane].data + block * layout.views[plane].block_stride;
+        const std::byte* begin =
+            layout.views[plane].data + block * layout.views[plane].block_stride;
         for (int64_t i = 0; i < layout.views[plane].block_stride; ++i) {
           if (begin[i] != kUntouched) return false;
         }

@@ -20,35 +20,23 @@ Bytes again(std::span<const std::byte> body) {
 Bytes again(MessageType type, std::span<const std::byte> body) {
   namespace wire = kvxfer::wire;
   switch (type) {
-    case MessageType::kHello:
-      return again<wire::Hello>(body);
-    case MessageType::kLayout:
-      return again<wire::Layout>(body);
-    case MessageType::kFetch:
-      return again<wire::Fetch>(body);
-    case MessageType::kAccept:
-      return again<wire::Accept>(body);
-    case MessageType::kCommit:
-      return again<wire::Commit>(body);
-    case MessageType::kRefused:
-      return again<wire::Refused>(body);
-    case MessageType::kCredit:
-      return again<wire::Credit>(body);
-    case MessageType::kWant:
-      return again<wire::Want>(body);
-    case MessageType::kRenew:
-      return again<wire::Renew>(body);
+    case MessageType::kHello: return again<wire::Hello>(body);
+    case MessageType::kLayout: return again<wire::Layout>(body);
+    case MessageType::kFetch: return again<wire::Fetch>(body);
+    case MessageType::kAccept: return again<wire::Accept>(body);
+    case MessageType::kCommit: return again<wire::Commit>(body);
+    case MessageType::kRefused: return again<wire::Refused>(body);
+    case MessageType::kCredit: return again<wire::Credit>(body);
+    case MessageType::kWant: return again<wire::Want>(body);
+    case MessageType::kRenew: return again<wire::Renew>(body);
+    case MessageType::kDecline: return again<wire::Decline>(body);
+    case MessageType::kDeclined:
     case MessageType::kDone:
     case MessageType::kCancel:
-    case MessageType::kCancelled:
-      return wire::encode_fetch_id(type, wire::decode_fetch_id(body));
-    case MessageType::kPing:
-      wire::decode_ping(body);
-      return wire::encode_ping();
-    case MessageType::kBye:
-      return wire::encode_bye(wire::decode_bye(body));
-    default:
-      return {};
+    case MessageType::kCancelled: return wire::encode_fetch_id(type, wire::decode_fetch_id(body));
+    case MessageType::kPing: wire::decode_ping(body); return wire::encode_ping();
+    case MessageType::kBye: return wire::encode_bye(wire::decode_bye(body));
+    default: return {};
   }
 }
 
