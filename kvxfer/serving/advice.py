@@ -98,7 +98,7 @@ class Limits:
     """How busy engines are to be at most."""
 
     consolidate: float = 0.7
-    """How busy one engine fewer may be. Below `headroom`, or advices would swing."""
+    """How busy one engine fewer may be. Below `headroom`, or advice would swing."""
 
     cooldown_up: float = 60.0
     cooldown_down: float = 300.0
