@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "device/gpu_runtime.h"
@@ -116,10 +117,10 @@ class GpuLane {
 
  private:
   void make_tables(size_t bytes) {
-    device_tables_.reset();
-    host_tables_.reset();
-    device_tables_ = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kDevice, bytes);
+    // Where memory is short the old ones stay, for the next call.
+    auto device = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kDevice, bytes);
     host_tables_ = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kHost, bytes);
+    device_tables_ = std::move(device);
   }
   uint64_t add_room(size_t bytes) {
     const size_t room = (bytes + 15) / 16 * 16;

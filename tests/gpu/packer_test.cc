@@ -257,6 +257,29 @@ TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call wor
   }
 }
 
+TEST_CASE("gpu packer: a lane that found no memory for larger tables keeps those it has") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    const CurrentDevice current(rig.runtime(), 1);
+    GpuLane lane(rig.runtime(), kSlot);
+    const bool cuda = vendor == GpuVendor::kNvidia;
+    for (const char* call :
+         {cuda ? "cuMemAlloc" : "hipMalloc", cuda ? "cuMemHostAlloc" : "hipHostMalloc"}) {
+      CAPTURE(call);
+      const size_t before = rig.library.open_handles();
+      rig.library.fail(call);
+      CHECK_THROWS_WITH_AS(lane.begin_tables(1 << 20), doctest::Contains("out of memory"), Error);
+      CHECK(rig.library.open_handles() == before);
+      lane.begin_tables(64 << 10);
+      const uint64_t zeros = lane.add_zeros(64 << 10);
+      lane.upload_tables();
+      lane.download(zeros, 64 << 10);
+      lane.finish();
+      CHECK(*lane.read<uint64_t>(zeros) == 0);
+    }
+  }
+}
+
 TEST_CASE(
     "gpu runtime: memory is found with its device and allocation, dmabufs with their offset") {
   const auto open_files = [] {
