@@ -158,9 +158,9 @@ Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_
   const uint32_t width = table.width(begin, end);
   const std::string name = std::string(packs ? "kvxfer_pack_raw" : "kvxfer_unpack_raw") +
                            std::to_string(width) + (with_digest ? "" : "_no_digest");
-  const GpuRuntime::Function kernel = function(name);
 
   Lease lane(*this, after);
+  const GpuRuntime::Function kernel = function(name);
   constexpr size_t kDigestBytes = gpu::kDigestWords * sizeof(uint64_t);
   lane->begin_tables(room(table.pieces()) + up16(sizeof(RawChunk)) + up16(kDigestBytes));
   const uint64_t pieces = lane->add_table(std::span(table.pieces()));
