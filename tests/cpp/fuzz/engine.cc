@@ -106,7 +106,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   // Records of a length byte and a message; the generation of the offer is put where asked for.
   for (size_t at = 1; at < size;) {
-    const size_t length = std::min<size_t>(data[at++], size - at);
+    const size_t said = data[at++];
+    const size_t length = std::min(said, size - at);
     std::vector<std::byte> message(length);
     for (size_t i = 0; i < length; ++i) message[i] = std::byte{data[at + i]};
     at += length;
