@@ -80,7 +80,7 @@ class Scheduler:
         self._leaders: set[str] = set()  # the same transfers
         self._used: OrderedDict[str, None] = OrderedDict()
         self._promises: dict[str, _Promise] = {}
-        self._sending: set[str] = set()
+        self._sending: dict[str, str] = {}  # the transfer, by request that has finished
         self._renewed = self._logged = time.monotonic()
         self._warned: dict[str, float] = {}
         self._totals = Stats()
@@ -129,7 +129,8 @@ class Scheduler:
             if params.get("transfer_id"):
                 count = request.num_prompt_tokens - (not params.get("_kvxfer_truncated"))
                 transfer = wire.transfer_name(params["transfer_id"], request, count)
-                self._promises[request.request_id] = _Promise(request, transfer)
+                if not self._promised(transfer):
+                    self._promises[request.request_id] = _Promise(request, transfer)
         elif params and params.get("do_remote_prefill"):
             self._plans[request.request_id] = self._planner.plan(request, params)
         elif self._consumer_only:
@@ -204,6 +205,12 @@ class Scheduler:
         """Return whether what this engine computes for a request can be offered to others."""
         return bool(self._agents) and request.prompt_token_ids is not None
 
+    def _promised(self, transfer: str) -> bool:
+        """Return whether another sample of the same prompt offers this already."""
+        return transfer in self._sending.values() or any(
+            promise.transfer == transfer for promise in self._promises.values()
+        )
+
     def _truncate(self, request: Any, params: wire.Params) -> None:
         """Leave the last prompt token to the decode side, where windows are involved.
 
@@ -259,8 +266,8 @@ class Scheduler:
         tickets = [self._ticket(promise.transfer, key, 0, 1) for key in self._agents]
         self._orders.withdraw.append((promise.request.request_id, tickets, reason))
 
-    def _hold(self, request: str) -> None:
-        self._sending.add(request)
+    def _hold(self, request: str, transfer: str) -> None:
+        self._sending[request] = transfer
         self._orders.hold.append(request)
 
     def _reply(self, request: Any, order: SendOrder, transfer: str, blocks: Blocks) -> wire.Params:
@@ -314,7 +321,8 @@ class Scheduler:
         """Take the workers' word of what has ended; beside it stands that of other connectors."""
         for request in output.finished_recving or ():
             self._leaders.discard(self._loading.pop(request, ""))
-        self._sending -= set(output.finished_sending or ())
+        for request in output.finished_sending or ():
+            self._sending.pop(request, None)
         if self.logs:
             self._log(output.kv_connector_stats)
 
@@ -339,10 +347,10 @@ class Scheduler:
             if promise.order is None:
                 return False, None
             # A forward that reads these blocks has ended, a fetch of them may not have.
-            self._hold(name)
+            self._hold(name, promise.transfer)
             return True, None
         if promise is None and params.get("transfer_id"):
-            return False, None  # it was broken
+            return False, None  # it was broken, or is another's
         transfer = promise.transfer if promise else f"{name}.{secrets.token_hex(16)}"
         order = promise.order if promise else None
         if order is None:
@@ -352,7 +360,7 @@ class Scheduler:
                     self._break(promise, _LOST)
                 return False, None
             self._orders.send.append(order)
-        self._hold(name)
+        self._hold(name, transfer)
         return True, self._reply(request, order, transfer, blocks)
 
     @property

@@ -104,6 +104,33 @@ def test_prompts_that_share_a_transfer_id(
     pair.settle(p, d)
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_equal_prompts_that_share_a_transfer_id(
+    engine: Callable[..., Any], pair: Any, fake: Any, known: Any, log: list[str], aborts: bool
+) -> None:
+    """Samples of one prompt at the prefill side: what befalls the second is not the first's end."""
+    p, d = engine("kv_producer"), engine("kv_consumer", policy="fail")
+    standing, tokens = known(p), pair.prompt(100)
+    first, second = (
+        p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1) for _ in range(2)
+    )
+    if aborts:
+        p.abort(second)
+    pair.step_until(lambda: p.answers[first]["finish"] is not None, p)
+    names = [d.add(tokens, params={**standing, "transfer_id": "x"}) for _ in range(2)]
+    pair.step_until(lambda: all(d.answers[name]["finish"] for name in names), d, p)
+    for name in names:
+        pair.check(d, name, tokens)
+    assert p.answers[first]["params"] is not None
+    assert d.stats["loads"] == 1
+    assert "failures" not in d.stats
+    assert not [line for line in log if "cannot be offered" in line]
+    pair.settle(p, d)
+    # The name is free again, as the first has ended; its offer was used, so it serves no other.
+    p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    pair.settle(p)
+
+
 @pytest.mark.parametrize(("block", "other"), [(32, 32), (64, 32)])
 def test_windows(
     engine: Callable[..., Any], pair: Any, fake: Any, known: Any, block: int, other: int
