@@ -454,7 +454,8 @@ class Agent:
         call goes on behind it.
         """
         descriptor = self.fileno()
-        found = [self._handles.get(handle) for handle in self._core.poll()]
+        with self._lock:  # or one that another thread has just started would not be found yet
+            found = [self._handles.get(handle) for handle in self._core.poll()]
         self._ended += [handle for handle in found if handle is not None]
         # Some ended before ends were collected, or got their callbacks later.
         late = [handle for handle in list(self._kept.values()) if handle._ended]  # noqa: SLF001

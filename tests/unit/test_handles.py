@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import select
+import threading
 
 import pytest
 from kvtest.agents import LONG, pair
@@ -133,6 +134,35 @@ def test_poll_and_callbacks(sides) -> None:
     assert decode.poll() == prefill.poll() == []
     assert not readable(decode, 0)
     assert called == [fetch, offer]
+
+
+def test_poll_finds_a_fetch_that_ends_before_its_handle_is_there(sides) -> None:
+    prefill, decode, source, target = sides
+    polled: list[object] = []
+    poller = threading.Thread(target=lambda: polled.extend(decode.poll()))
+
+    class Core:
+        """The core, on which fetches have ended, and been polled for, when they have begun."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(core, name)
+
+        def fetch(self, **spec: object) -> object:
+            started = core.fetch(**spec)
+            started.wait(LONG)
+            poller.start()
+            poller.join(0.2)
+            return started
+
+    decode.fileno()
+    core, decode._core = decode._core, Core()
+    try:
+        with prefill.offer(source.cache, range(4), 64) as offer:
+            fetch = decode.fetch(offer.ticket, target.cache, range(4))
+    finally:
+        decode._core = core
+    poller.join(LONG)
+    assert polled == [fetch]
 
 
 def test_a_callback_needs_neither_fileno_nor_a_reference(sides) -> None:
