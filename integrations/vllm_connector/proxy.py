@@ -54,6 +54,9 @@ class Proxy:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer one request of the OpenAI API."""
         body = await request.json()
+        if not isinstance(body, dict):
+            raise web.HTTPBadRequest(text="the body must be a JSON object")
+        body.pop("kv_transfer_params", None)  # not for clients to say where KV is fetched
         prefiller, decoder = next(self._prefillers), next(self._decoders)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
         if "Authorization" in request.headers:

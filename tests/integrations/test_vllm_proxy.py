@@ -63,3 +63,20 @@ def test_client_that_leaves_ends_the_decode_request(proxy: int, decoder: socket.
         client.close()
         while engine.recv(1 << 16):  # it ends when the proxy hangs up, which aborts the request
             pass
+
+
+def test_what_a_client_says_of_transfers_is_not_handed_on(
+    proxy: int, decoder: socket.socket
+) -> None:
+    body = BODY[:-1] + b', "kv_transfer_params": {"do_remote_prefill": true}}'
+    with _connect(proxy) as client:
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        engine, _ = decoder.accept()
+        with engine:
+            engine.settimeout(PATIENCE)
+            received = b""
+            while not received.endswith(b"}"):
+                piece = engine.recv(1 << 16)
+                assert piece, "the proxy hung up"
+                received += piece
+    assert received.endswith(BODY)
