@@ -85,6 +85,8 @@ def ticket_of(
         `agents` is damaged, or was signed with another secret.
     """
     known = parse_ticket(agents, secret)
+    if not all(isinstance(layer, str) for agent in known.agents for layer in agent.layers or ()):
+        raise TicketError(f"ticket for offer {known.offer_id!r} has layers that are no names")
     slices: dict[tuple[Any, Any], list[AgentRef]] = {}
     for agent in known.agents:
         slices.setdefault((agent.layers, agent.heads), []).append(agent)
@@ -137,6 +139,7 @@ def parse(params: Mapping[str, Any], request: Any) -> Remote:
         else:
             name = transfer_name(transfer, request, request.num_prompt_tokens - 1)
             tokens, digest, first = request.num_prompt_tokens, None, {}
+        name.encode()  # half a surrogate pair is no text
         if tokens < 1:
             raise ValueError(f"{tokens} tokens are on offer")
         return Remote(

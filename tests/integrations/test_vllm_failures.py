@@ -72,8 +72,12 @@ def test_params_of_another_prompt(engine: Callable[..., Any], pair: Any, log: li
     assert any("mixed up two requests" in line for line in log)
 
 
-@pytest.mark.parametrize("missing", ["kvxfer", "version", "tokens", "agents", "signature"])
+@pytest.mark.parametrize(
+    "missing", ["kvxfer", "version", "tokens", "agents", "signature", "layers", "name"]
+)
 def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> None:
+    from kvxfer.ticket import AgentRef, issue_ticket
+
     p, d = engine("kv_producer", extra={"lease": 0.5}), engine("kv_consumer")
     tokens = pair.prompt(100)
     _, params = pair.prefill(p, tokens)
@@ -86,6 +90,12 @@ def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> 
         del ours["offer"]["tokens"]
     elif missing == "agents":
         ours["agents"] = 5
+    elif missing == "layers":  # what anybody can sign where there is no secret
+        layers: Any = (["model.layers.0.attn"],)
+        forged = AgentRef(name="p", address="127.0.0.1:5", layers=layers)
+        ours["agents"] = {"g0": issue_ticket("g0", [forged], num_tokens=1)}
+    elif missing == "name":
+        ours["offer"]["name"] = "\ud800"
     else:
         ours["agents"] = {"g0": {**ours["agents"]["g0"], "tokens": [0, 5000]}}
     pair.decode(d, tokens, params, p)
