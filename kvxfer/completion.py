@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("shell", choices=_SHELLS, help="the shell that will complete")
     options = parser.parse_args(arguments)
     try:
-        import argcomplete
+        from argcomplete import shell_integration
     except ImportError:
         sys.stderr.write(
             f"kvxfer completion: it needs argcomplete. This installs it:\n  {sys.executable} -m "
             "pip install 'kvxfer[completion]'\n"
         )
         return 2
-    sys.stdout.write(argcomplete.shellcode(["kvxfer"], shell=options.shell) + "\n")
+    sys.stdout.write(shell_integration.shellcode(["kvxfer"], shell=options.shell) + "\n")
     return 0
 
 

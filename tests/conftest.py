@@ -72,3 +72,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _adapters_of_one_test() -> Iterator[None]:
+    """Take back what `kvtest.fake_verbs.use` has set, or later tests would find adapters too."""
+    named = "KVXFER_VERBS_LIBRARY"
+    before = os.environ.get(named)
+    yield
+    if before is None:
+        os.environ.pop(named, None)
+    else:
+        os.environ[named] = before
