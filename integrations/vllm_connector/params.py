@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import hashlib
 import hmac
+import json
 import math
 import zlib
 from collections.abc import Mapping
@@ -74,6 +75,12 @@ def transfer_name(transfer: object, request: Any, num_tokens: int) -> str:
     return hashlib.sha256(f"{digest}/{transfer}".encode(errors="backslashreplace")).hexdigest()[:32]
 
 
+def seal(offer: Mapping[str, Any], secret: str | None) -> str:
+    """Sign what is on offer: who may change it could have one prompt's KV cached as another's."""
+    text = json.dumps(offer, sort_keys=True)
+    return hmac.digest((secret or "").encode(), f"offer {text}".encode(), "sha256").hex()
+
+
 def ticket_of(
     agents: Ticket, name: str, key: str, first: int, end: int, secret: str | None
 ) -> Ticket:
@@ -102,8 +109,8 @@ def ticket_of(
     )
 
 
-def parse(params: Mapping[str, Any], request: Any) -> Remote:
-    """Read what came with a request for the decode side.
+def parse(params: Mapping[str, Any], request: Any, secret: str | None) -> Remote:
+    """Read what came with a request for the decode side, from an engine with the same secret.
 
     Raises
     ------
@@ -135,13 +142,19 @@ def parse(params: Mapping[str, Any], request: Any) -> Remote:
             raise ValueError(f"lease is {lease}")
         if offer:
             name, digest, first = str(offer["name"]), str(offer["digest"]), dict(offer["first"])
-            tokens = int(offer["tokens"])
+            tokens, sealed = int(offer["tokens"]), str(ours.get("seal")).encode()
         else:
             name = transfer_name(transfer, request, request.num_prompt_tokens - 1)
             tokens, digest, first = request.num_prompt_tokens, None, {}
         name.encode()  # half a surrogate pair is no text
         if tokens < 1:
             raise ValueError(f"{tokens} tokens are on offer")
+        if offer and not hmac.compare_digest(sealed, seal(offer, secret).encode()):
+            raise RefusedError(
+                "ticket",
+                "the offer in kv_transfer_params is not as a prefill engine with our secret made "
+                "it: give both sides the same KVXFER_SECRET, and have the proxy change nothing",
+            )
         return Remote(
             engine=str(params.get("remote_engine_id")),
             lease=lease,
@@ -152,5 +165,7 @@ def parse(params: Mapping[str, Any], request: Any) -> Remote:
             digest=digest,
             first={str(key): int(unit) for key, unit in first.items()},
         )
+    except RefusedError:
+        raise
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise RefusedError("params", f"kv_transfer_params is malformed: {error!r}") from error

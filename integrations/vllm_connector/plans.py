@@ -51,7 +51,7 @@ class Planner:
         """Never raises, whatever the params hold."""
         plan = Plan(end=request.num_prompt_tokens - 1)
         try:
-            remote = wire.parse(params, request)
+            remote = wire.parse(params, request, self.secret)
             plan.peer, plan.lease = remote.engine, remote.lease
             plan.end = min(plan.end, remote.tokens)
             self._check_prompt(remote, request)

@@ -273,6 +273,12 @@ class Scheduler:
     def _reply(self, request: Any, order: SendOrder, transfer: str, blocks: Blocks) -> wire.Params:
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         host, _, port = self._address.rpartition(":")
+        offer = {
+            "name": transfer,
+            "tokens": tokens,
+            "digest": wire.prompt_digest(request, tokens),
+            "first": {part.key: part.first for part in order.parts if part.first},
+        }
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -292,12 +298,8 @@ class Scheduler:
                 "lease": self._settings.lease,
                 "fields": self._fields,
                 "agents": self._agents,
-                "offer": {
-                    "name": transfer,
-                    "tokens": tokens,
-                    "digest": wire.prompt_digest(request, tokens),
-                    "first": {part.key: part.first for part in order.parts if part.first},
-                },
+                "offer": offer,
+                "seal": wire.seal(offer, self._secret),
             },
         }
 

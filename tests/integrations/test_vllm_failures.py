@@ -73,7 +73,8 @@ def test_params_of_another_prompt(engine: Callable[..., Any], pair: Any, log: li
 
 
 @pytest.mark.parametrize(
-    "missing", ["kvxfer", "version", "tokens", "agents", "signature", "layers", "name"]
+    "missing",
+    ["kvxfer", "version", "tokens", "agents", "signature", "layers", "name", "seal", "digest"],
 )
 def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> None:
     from kvxfer.ticket import AgentRef, issue_ticket
@@ -96,6 +97,11 @@ def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> 
         ours["agents"] = {"g0": issue_ticket("g0", [forged], num_tokens=1)}
     elif missing == "name":
         ours["offer"]["name"] = "\ud800"
+    elif missing == "seal":
+        del ours["seal"]
+    elif missing == "digest":  # one prompt's KV for another
+        tokens = pair.prompt(100, 9)
+        ours["offer"]["digest"] = pair.prefill(p, tokens)[1]["kvxfer"]["offer"]["digest"]
     else:
         ours["agents"] = {"g0": {**ours["agents"]["g0"], "tokens": [0, 5000]}}
     pair.decode(d, tokens, params, p)
@@ -114,11 +120,11 @@ def test_numbers_that_are_none(
     p = engine("kv_producer", extra={"lease": 0.1})
     request, params = pair.prefill(p, pair.prompt(40))
     request = p.scheduler.requests[request]
-    parse(params, request)
+    parse(params, request, None)
     ours = params["kvxfer"]
     (ours if name in ours else ours["offer"])[name] = value
     with pytest.raises(TicketError, match="kv_transfer_params"):
-        parse(params, request)
+        parse(params, request, None)
     pair.settle(p)
 
 
