@@ -41,6 +41,9 @@ class Faults:
     loads_fail: bool = False
     """A decode engine prefills again although KV was on offer."""
 
+    lease: float = 300.0
+    """Seconds after which an offer that nobody has fetched or declined is gone."""
+
     unhealthy: bool = False
     gap: float = 0.0
     """Between the pieces of a stream."""
@@ -236,6 +239,7 @@ class FakeEngine:
         name = params.get("transfer_id") or f"offer-{next(_numbers)}"
         if name not in self.declined:
             self.held[name] = len(tokens)
+            asyncio.get_running_loop().call_later(self.faults.lease, self.held.pop, name, None)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -243,10 +247,11 @@ class FakeEngine:
             "remote_request_id": name,
             "remote_host": "127.0.0.1",
             "kvxfer": {
-                "v": 1,
+                "v": 2,
+                "lease": self.faults.lease,
                 "fields": {},
-                "agents": {"0": "127.0.0.1:1"},
-                "tickets": {"kv": "t"},
+                "agents": {"g0": {"agents": [{"address": "127.0.0.1:1"}]}},
+                "offer": {"name": name, "tokens": len(tokens), "digest": "", "first": {}},
             },
         }
 

@@ -80,6 +80,8 @@ async def test_many_at_any_moment() -> None:
         for engine in (*it.prefill, *it.decode):
             engine.faults.delay = 0.05
             engine.faults.gap = 0.01
+            # It ends what is offered in an answer that crosses with its client's leaving.
+            engine.faults.lease = 5.0
 
         async def client(number: int) -> None:
             body = {"model": "m", "prompt": [number, *LONG], "stream": True, "max_tokens": 9}
