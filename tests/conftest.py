@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -43,9 +44,16 @@ GRACE_SECONDS = 20.0
 
 _stderr_fd = pytest.StashKey[int]()
 
+# What `kvtest.fake_verbs.use` sets; later files would find adapters too.
+_ADAPTERS = "KVXFER_VERBS_LIBRARY"
+_adapters_before = os.environ.get(_ADAPTERS)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr_fd] = os.dup(2)  # before pytest captures it
+    # Ignored in what a shell starts in the background, and then in all that tests start, too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     wanted = os.environ.get("KVXFER_EXPECT_SANITIZE")
     found = _core.build_info()["sanitize"]
@@ -61,7 +69,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     marker = item.get_closest_marker("timeout")
     limit = float(marker.args[0] if marker and marker.args else item.config.getini("timeout"))
     if limit > 0:
@@ -72,15 +80,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def _adapters_of_one_test() -> Iterator[None]:
-    """Take back what `kvtest.fake_verbs.use` has set, or later tests would find adapters too."""
-    named = "KVXFER_VERBS_LIBRARY"
-    before = os.environ.get(named)
-    yield
-    if before is None:
-        os.environ.pop(named, None)
-    else:
-        os.environ[named] = before
+        if nextitem is None or nextitem.path != item.path:
+            if _adapters_before is None:
+                os.environ.pop(_ADAPTERS, None)
+            else:
+                os.environ[_ADAPTERS] = _adapters_before
