@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def _parsed(text: str, wanted: Container[str] | None) -> Iterator[Sample]:
         yield Sample(match[1], labels, value)
 
 
-class _Family:
+class _Family(ABC):
     """A metric with its children, one for each combination of label values."""
 
     kind = ""
@@ -107,8 +108,9 @@ class _Family:
         yield f"# TYPE {self.name} {self.kind}"
         yield from self._samples()
 
+    @abstractmethod
     def _samples(self) -> Iterator[str]:
-        raise NotImplementedError
+        """Return the lines of its children."""
 
     def _key(self, values: Sequence[str]) -> tuple[str, ...]:
         if len(values) != len(self.labels):
