@@ -2,10 +2,10 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,9 +70,8 @@ class Endpoint {
     }
     VerbsEndpoint endpoint = std::move(*endpoint_);
     endpoint_.reset();
-    std::vector<std::byte> bytes(remote.size());
-    std::memcpy(bytes.data(), remote.data(), remote.size());
-    return make_verbs_link(agent_.io(), control_fd, std::move(endpoint), bytes);
+    return make_verbs_link(agent_.io(), control_fd, std::move(endpoint),
+                           std::as_bytes(std::span(remote)));
   }
 
  private:

@@ -54,14 +54,15 @@ ln -sfn "$root/integrations" "$overlay/kvxfer/integrations"
 
 say "Python tests under ASan and UBSan"
 # From inside the overlay, for `python -m` puts the current directory before PYTHONPATH. CPython itself
-# leaks at its end, so leaks are looked for in the C++ tests only.
+# leaks at its end, so leaks are looked for in the C++ tests only. UBSan next to ASan writes to stderr
+# whatever log_path says, so pytest must leave that descriptor alone.
 (
   cd "$overlay"
   env LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)" \
     ASAN_OPTIONS="$asan_options:detect_leaks=0" PYTHONPATH="$overlay" HYPOTHESIS_PROFILE=sanitize \
     KVXFER_EXPECT_SANITIZE=address,undefined KVXFER_FAKE_VERBS="$root/build/asan/libkvxfer_fake_verbs.so" \
     "$root/.venv/bin/python" -m pytest "$root/tests" -c "$root/pyproject.toml" --rootdir "$root" \
-    -p no:cacheprovider -m "not slow" "$@"
+    -p no:cacheprovider --capture=sys -m "not slow" "$@"
 ) || { show_reports; exit 1; }
 show_reports
 
