@@ -341,14 +341,21 @@ void free_slots_of(AgentCore& core, PeerId peer);  // its link is closed: nothin
 
 // consumer.cc
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
+// All chunks of a part are verified.
+void complete_part(AgentCore& core, const std::shared_ptr<Part>& part);
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
 // One peer of a fetch fails: with it the fetch. Other parts of a decline go on.
 void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
-void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
 void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
+
+// landing.cc
+// A chunk is in its slot, of a part that is accepted: has it unpacked. Throws Error(kProtocol) for
+// one that is not expected.
+void take_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit);
+void handle_commit(AgentCore& core, Peer& peer, const wire::Commit& commit);
 
 // declines.cc
 void send_decline(Part& part);
