@@ -36,6 +36,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from kvxfer._terminal import printable
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, HandshakeError, Status
 
@@ -126,7 +127,7 @@ def recv_frame(sock: socket.socket, deadline: Deadline, most: int = _MAX_FRAME) 
     if not isinstance(frame, dict):
         raise HandshakeError("not a kvxfer agent: its frame is not an object")
     if "error" in frame:
-        raise HandshakeError(str(frame["error"]), Status(frame.get("status", "UNREACHABLE")))
+        raise HandshakeError(printable(frame["error"]), Status(frame.get("status", "UNREACHABLE")))
     return frame
 
 

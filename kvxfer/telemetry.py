@@ -156,9 +156,10 @@ class FailureTraces:
             self._written += 1
             number = self._written
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
+        safe = safe.encode()[:80].decode(errors="ignore")  # names of files have 255 bytes at most
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            target = self._folder / f"kvxfer-{safe[:80]}-{os.getpid()}-{number:02}.jsonl"
+            target = self._folder / f"kvxfer-{safe}-{os.getpid()}-{number:02}.jsonl"
             write_trace(core, name, target, reason)
         except OSError:
             pass  # a full disk must not make two failures of one

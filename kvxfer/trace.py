@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvxfer._terminal import printable
 from kvxfer.telemetry import TRACE_VERSION
 
 _PRODUCER = ("offer", "serve", "pack", "write", "commit", "refuse", "release", "expire")
@@ -81,7 +82,7 @@ class Row:
         if agents > 1:
             columns.append(f"{first.agent:<16}")
         columns += [f"{side:<7}", f"{first.kind:<8}", f"{names[first.request]:<24}"]
-        return "  ".join([*columns, ", ".join(details)]).rstrip()
+        return printable("  ".join([*columns, ", ".join(details)]).rstrip())
 
 
 def _ms(nanos: int) -> str:
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.request:
             wanted = {key for key, name in names.items() if options.request in (key, name)}
             if not wanted:
-                known = ", ".join(sorted(set(names.values()))[:8])
+                known = printable(", ".join(sorted(set(names.values()))[:8]))
                 raise TraceError(f"no event is of request {options.request!r}; there are {known}")
             for file in files:
                 file.events = [event for event in file.events if event.request in wanted]
@@ -265,12 +266,10 @@ def _show(files: Sequence[TraceFile], names: dict[str, str], every: bool) -> Non
         head = file.header
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(head["unix_nanos"] // 10**9))
         lost = f", {head['dropped']} older ones are gone" if head.get("dropped") else ""
-        print(
-            f"{head['agent']} (pid {head.get('pid')} on {head.get('host')}), recording since "
-            f"{when}: {len(file.events)} events{lost}"
-        )
+        who = f"{head['agent']} (pid {head.get('pid')} on {head.get('host')})"
+        print(printable(f"{who}, recording since {when}: {len(file.events)} events{lost}"))
         if head.get("reason"):
-            print(f"  written because: {head['reason']}")
+            print(f"  written because: {printable(head['reason'])}")
     events = [event for file in files for event in file.events]
     if not events:
         return

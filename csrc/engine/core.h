@@ -305,6 +305,8 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
 void layer_ready(AgentCore& core, OfferState& offer, uint32_t layer);
 void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
                std::optional<wire::Bytes> last_word);
+// Ends a serve, where it has not ended yet, with REFUSED as its last word.
+void refuse(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& why);
 // Queues a serve that has something to send and a slot for it.
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve);
 // A pack or write of the serve has ended.

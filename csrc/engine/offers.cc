@@ -72,10 +72,7 @@ void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status
   const Status told = core.history[offer->generation];
   offer->outcome = std::move(outcome);
   const auto serves = offer->serves;
-  for (const auto& serve : serves) {
-    end_serve(core, serve,
-              wire::Refused{serve->request.fetch_id, told.code, told.message}.encode());
-  }
+  for (const auto& serve : serves) refuse(core, serve, told);
   release_if_unread(core, *offer);
 }
 

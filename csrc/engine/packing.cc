@@ -71,8 +71,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     --core.packing;
     --serve->offer->reading;
     if (failure) {
-      const wire::Refused refusal{fetch_id, StatusCode::kNoResources, *failure};
-      end_serve(core, serve, refusal.encode());
+      refuse(core, serve, {StatusCode::kNoResources, *failure});
     } else {
       core.counters.bytes_sent += serve->plan->memory_bytes(chunk);
       core.counters.wire_bytes_sent += packed.bytes;

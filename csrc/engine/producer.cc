@@ -9,13 +9,6 @@ namespace {
 
 constexpr size_t kMaxServesPerPeer = 4096;
 
-wire::Bytes refusal(AgentCore& core, const Serve& serve, StatusCode code,
-                    const std::string& reason) {
-  core.recorder.add(TraceKind::kRefuse, serve.request.generation,
-                    {.peer = serve.peer->id, .code = code, .name = serve.request.offer_id});
-  return wire::Refused{serve.request.fetch_id, code, reason}.encode();
-}
-
 // Throws Error(kProtocol) when a slot is not in the consumer's arena.
 void check_slots(const Peer& peer, uint32_t chunk_bytes, std::span<const uint32_t> slots) {
   const auto mapped = peer.link->mapped_arena();
@@ -54,9 +47,9 @@ bool admit(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   const uint64_t id = serve->request.fetch_id;
   if (peer.serves.contains(id)) throw Error(StatusCode::kProtocol, "an id in use is repeated");
   if (peer.serves.size() >= kMaxServesPerPeer) {
-    peer.link->send(
-        refusal(core, *serve, StatusCode::kNoResources,
-                "'" + core.options.name + "' serves too many fetches of this peer at once"));
+    refuse(core, serve,
+           {StatusCode::kNoResources,
+            "'" + core.options.name + "' serves too many fetches of this peer at once"});
     return false;
   }
   peer.serves[id] = serve;
@@ -93,9 +86,9 @@ void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve
     if (!serve->ended) find_offer(core, serve);
   } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
     Guard guard(core);
-    end_serve(core, serve,
-              refusal(core, *serve, StatusCode::kNoResources,
-                      "'" + core.options.name + "' could not serve it: " + error.what()));
+    refuse(core, serve,
+           {StatusCode::kNoResources,
+            "'" + core.options.name + "' could not serve it: " + error.what()});
   }
 }
 
@@ -126,9 +119,7 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   const bool matters = left_to_us && peer->link->crosses_wire();  // else the answer is raw
   if (!matters || codec_rates_known()) return find_offer(core, serve);
   if (core.pool->submit([&core, serve] { measure_and_find_offer(core, serve); })) return;
-  end_serve(
-      core, serve,
-      refusal(core, *serve, StatusCode::kClosed, "agent '" + core.options.name + "' is closing"));
+  refuse(core, serve, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
 }
 
 void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
@@ -146,10 +137,9 @@ void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
 }
 
 void answer_ended(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& outcome) {
+  if (!serve->declines) return refuse(core, serve, outcome);
   end_serve(core, serve,
-            serve->declines
-                ? wire::encode_fetch_id(wire::MessageType::kDeclined, serve->request.fetch_id)
-                : refusal(core, *serve, outcome.code, outcome.message));
+            wire::encode_fetch_id(wire::MessageType::kDeclined, serve->request.fetch_id));
 }
 
 void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
@@ -171,11 +161,9 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
     }
     accept_fetch(core, *serve, *offer, layout->second);
   } catch (const Error& error) {
-    end_serve(core, serve, refusal(core, *serve, error.code(), error.what()));
-    return;
+    return refuse(core, serve, {error.code(), error.what()});
   } catch (const std::exception& error) {  // std::bad_alloc
-    end_serve(core, serve, refusal(core, *serve, StatusCode::kNoResources, error.what()));
-    return;
+    return refuse(core, serve, {StatusCode::kNoResources, error.what()});
   }
   serve->offer = offer;
   offer->serves.insert(serve);
@@ -239,6 +227,14 @@ void end_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
     if (early->second.empty()) core.waiting.erase(early);
   }
   if (serve->in_flight == 0) finish_serve(core, serve);
+}
+
+void refuse(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& why) {
+  if (serve->ended) return;
+  const wire::Fetch& request = serve->request;
+  core.recorder.add(TraceKind::kRefuse, request.generation,
+                    {.peer = serve->peer->id, .code = why.code, .name = request.offer_id});
+  end_serve(core, serve, wire::Refused{request.fetch_id, why.code, why.message}.encode());
 }
 
 void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id) {

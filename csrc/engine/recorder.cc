@@ -1,17 +1,36 @@
 #include "engine/recorder.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 
 namespace kvxfer {
 namespace {
 
-// Halves of a generation, mixed: 64 bits that tell requests apart, but not what to ask for.
+// SipHash-2-4 of an empty message under the generation as key: it tells requests apart, and nothing
+// of the generation follows from it.
 uint64_t request_of(const std::array<std::byte, 16>& generation) {
-  uint64_t halves[2];
-  std::memcpy(halves, generation.data(), sizeof(halves));
-  return (halves[0] ^ (halves[1] << 29 | halves[1] >> 35)) * 0x9E3779B97F4A7C15u;
+  uint64_t key[2];
+  std::memcpy(key, generation.data(), sizeof(key));
+  uint64_t v0 = key[0] ^ 0x736F6D6570736575u;
+  uint64_t v1 = key[1] ^ 0x646F72616E646F6Du;
+  uint64_t v2 = key[0] ^ 0x6C7967656E657261u;
+  uint64_t v3 = key[1] ^ 0x7465646279746573u;
+  for (int round = 0; round < 6; ++round) {
+    if (round == 2) v2 ^= 0xFF;
+    v0 += v1;
+    v2 += v3;
+    v1 = std::rotl(v1, 13) ^ v0;
+    v3 = std::rotl(v3, 16) ^ v2;
+    v0 = std::rotl(v0, 32);
+    v2 += v1;
+    v0 += v3;
+    v1 = std::rotl(v1, 17) ^ v2;
+    v3 = std::rotl(v3, 21) ^ v0;
+    v2 = std::rotl(v2, 32);
+  }
+  return v0 ^ v1 ^ v2 ^ v3;
 }
 
 int64_t nanos(Duration duration) {

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from kvxfer._terminal import printable
 from kvxfer.bench.case import BenchError
 from kvxfer.config import Config
 from kvxfer.errors import HandshakeError
@@ -69,7 +70,7 @@ class Channel:
         except OSError as error:
             raise self._lost(error) from None
         if "failed" in frame:
-            raise BenchError(f"{self.peer} says: {frame['failed']}")
+            raise BenchError(f"{self.peer} says: {printable(frame['failed'])}")
         return frame
 
     def ask(self, do: str, **fields: object) -> Frame:

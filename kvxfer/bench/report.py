@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from kvxfer._terminal import printable
 from kvxfer.bench.case import Case
 from kvxfer.bench.numbers import format_bytes
 from kvxfer.bench.result import Result, Rival
@@ -107,7 +108,7 @@ def _codec(result: Result) -> str:
 
 def machine(name: str, stamp: Frame) -> str:
     """Return the line that says what a side runs on."""
-    return (
+    return printable(
         f"{name}: {stamp['cpu']}, {stamp['cores']} cores, Linux {stamp['kernel']}, "
         f"load {stamp['load'][0]}"
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import kvxfer
+from kvxfer._terminal import printable
 from kvxfer.bench import channel as channels
 from kvxfer.bench.case import BenchError, Case
 from kvxfer.bench.channel import Channel
@@ -61,7 +62,8 @@ class Visit:
                 except MemoryError:
                     answer = {"failed": "out of memory: choose fewer blocks or tokens"}
             if frame.get("do") == "prepare" and "failed" not in answer and self._case:
-                say(f"serving {self._case.name}: {self._case.bytes} bytes a transfer")
+                name = printable(self._case.name)
+                say(f"serving {name}: {self._case.bytes} bytes a transfer")
             try:
                 self._channel.send(answer)
             except BenchError:

@@ -42,6 +42,14 @@ TEST_CASE("recorder: requests are told apart, by a number that is not their gene
   CHECK(events[0].request != 1);
 }
 
+TEST_CASE("recorder: the number of a request is SipHash-2-4, so no half of its generation shows") {
+  std::array<std::byte, 16> key;
+  for (size_t i = 0; i < key.size(); ++i) key[i] = static_cast<std::byte>(i);
+  Recorder recorder(8);
+  recorder.add(TraceKind::kOffer, key);
+  CHECK(recorder.trace().events[0].request == 0x726FDB47DD0E0E31u);  // the authors' first vector
+}
+
 TEST_CASE("recorder: names are cut off, and durations follow from their beginning") {
   Recorder recorder(8);
   const TimePoint began = Clock::now() - std::chrono::milliseconds(3);

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,31 @@ def test_failures_leave_a_trace(pair, tmp_path, monkeypatch):
     assert header["reason"].startswith("CANCELLED: ")
 
 
+def test_the_longest_names_leave_a_trace_too(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVXFER_TRACE_DIR", str(tmp_path))
+    prefill, decode = pair
+    letter = "\U00020000"  # four bytes, and a file's name has 255
+    with kvxfer.Agent(letter * 60 + "!", transport=decode.config.transport) as other:
+        stale(prefill, other)
+    (path,) = tmp_path.iterdir()
+    assert path.name.count(letter) == 20
+
+
+def test_fetches_that_were_being_answered_are_refused_too(pair):
+    prefill, decode = pair
+    held = prefill.register(cache())
+    offer = prefill.offer(held, range(13), TOKENS, ready=False)
+    fetch = decode.fetch(offer.ticket, decode.register(cache()), range(13), timeout=30.0)
+    deadline = time.monotonic() + 30.0
+    while not prefill.metrics()["events"]["serve"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    offer.release()
+    with pytest.raises(kvxfer.TransferError):
+        fetch.wait()
+    assert prefill.metrics()["ends"]["refusals"] == {"CANCELLED": 1}
+
+
 def test_a_folder_that_cannot_be_written_is_no_failure(pair, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVXFER_TRACE_DIR", str(tmp_path / "file" / "traces"))
@@ -274,6 +300,16 @@ def test_the_command(pair, tmp_path):
             (r["ts"], r["ts"] + r["dur"]) for r in spans if (r["pid"], r["tid"]) == thread
         )
         assert all(a[1] <= b[0] + 0.01 for a, b in zip(mine, mine[1:], strict=False))
+
+
+def test_what_others_have_named_commands_no_terminal(pair, tmp_path):
+    prefill, decode = pair
+    move(prefill, decode, "req\x1b[2J\n1")
+    prefill.dump_trace(tmp_path / "trace")
+    for arguments in ([], ["--all"], ["--request", "none"]):
+        done = kvxfer_trace(tmp_path / "trace", *arguments)
+        assert "req\\x1b[2J\\n1" in done.stdout + done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
