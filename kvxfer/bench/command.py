@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvxfer.bench.result import Result
 
 _START_TIMEOUT = 30.0  # seconds until the serving side of `local` listens, and until it is used
+
+_RIVAL_LIMIT = 1.2  # of the time that all should take: then nothing of a rival is waited for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,6 +147,7 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
     if options.plot:
         plot.check_plot(options.plot)
     config = Config()
+    within = command_line.within(options)
     progress = ProgressLine(sys.stderr if options.json else sys.stdout)
     results: list[Result] = []
     rivals = ""
@@ -154,8 +158,9 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
             if missing := nixl_missing():
                 rivals = f"NIXL is not compared with: {missing}"
             else:
-                nixl = stack.enter_context(contextlib.closing(NixlPairs()))
-        choices = Choices(options.seconds, not options.no_verify, not options.no_limits)
+                end = time.monotonic() + within * _RIVAL_LIMIT
+                nixl = stack.enter_context(contextlib.closing(NixlPairs(end)))
+        choices = Choices(options.seconds, not options.no_verify, not options.no_limits, within)
         runner = Runner(channel, config, choices, nixl, progress)
         stack.enter_context(contextlib.closing(runner))
         stack.callback(progress.clear)

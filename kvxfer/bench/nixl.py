@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import select
 import statistics
@@ -40,8 +41,8 @@ def nixl_missing() -> str:
 class _Side:
     """One process with a NIXL agent; it ends when its input does."""
 
-    def __init__(self, role: str, transport: str) -> None:
-        self._role = role
+    def __init__(self, role: str, transport: str, end: float) -> None:
+        self._role, self._end = role, end
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvxfer.bench.nixl_side"],
@@ -64,11 +65,14 @@ class _Side:
     def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        deadline = time.monotonic() + _TIMEOUT
+        began = time.monotonic()
+        deadline = min(began + _TIMEOUT, self._end)
         while b"\n" not in self._pending:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise BenchError(f"NIXL's {self._role} has not answered for {_TIMEOUT:.0f} s")
+                self._process.kill()
+                waited = max(0.0, deadline - began)
+                raise BenchError(f"NIXL's {self._role} has not answered within {waited:.0f} s")
             data = os.read(descriptor, 1 << 16)
             if not data:
                 raise self._ended()
@@ -106,13 +110,13 @@ class _Side:
 
 
 class _Pair:
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, end: float) -> None:
         self.sides: list[_Side] = []
         self.key: tuple[int, int] = (0, 0)
         self.operation = ""
         try:
             for role in ("initiator", "target"):
-                self.sides.append(_Side(role, transport))
+                self.sides.append(_Side(role, transport, end))
             for side in self.sides:
                 side.post("start")
             self.version = str([side.receive()["version"] for side in self.sides][0])
@@ -139,19 +143,31 @@ class NixlTurn:
 
 
 class NixlPairs:
-    """A pair of agents for each transport, made when first asked for."""
+    """A pair of agents for each transport, made when first asked for.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    end
+        When nothing of NIXL is waited for any more, of `time.monotonic()`.
+    """
+
+    def __init__(self, end: float = math.inf) -> None:
         self._pairs: dict[str, _Pair] = {}
+        self._end = end
 
-    def turn(self, transport: str, run_bytes: int, runs: int) -> NixlTurn:
-        """Prepare transfers of `runs` scattered runs, check them, and take the faster operation."""
+    def turn(self, transport: str, run_bytes: int, runs: int, until: float) -> NixlTurn:
+        """Prepare transfers of `runs` scattered runs, check them, and take the faster operation.
+
+        Once it is `until`, fewer are tried.
+        """
+        if time.monotonic() > self._end:
+            raise BenchError("no time was left for it: --within has more")
         try:
             if transport not in self._pairs:
-                self._pairs[transport] = _Pair(transport)
+                self._pairs[transport] = _Pair(transport, self._end)
             pair = self._pairs[transport]
             if pair.key != (run_bytes, runs):
-                _prepare(pair, run_bytes, runs)
+                _prepare(pair, run_bytes, runs, until)
         except BenchError:
             if transport in self._pairs:
                 self._pairs.pop(transport).close()
@@ -164,23 +180,26 @@ class NixlPairs:
         self._pairs = {}
 
 
-def _prepare(pair: _Pair, run_bytes: int, runs: int) -> None:
+def _prepare(pair: _Pair, run_bytes: int, runs: int, until: float) -> None:
     initiator, target = pair.sides
     shape = {"run_bytes": run_bytes, "runs": runs}
     pools = [side.ask("pool", **shape) for side in pair.sides]
     initiator.ask("meet", metadata=pools[1]["metadata"])
     target.ask("meet", metadata=pools[0]["metadata"])
-    times = {}
+    times: dict[str, float] = {}
     for operation in ("WRITE", "READ"):
+        if times and time.monotonic() > until:
+            break
         initiator.ask("prepare", operation=operation, address=pools[1]["address"])
         source, sink = (initiator, target) if operation == "WRITE" else (target, initiator)
         source.ask("fill")
         sink.ask("poison")
-        _go(pair, operation, 1)
+        first = _go(pair, operation, 1)
         sums = [side.ask("digest")["digest"] for side in (source, sink)]
         if sums[0] != sums[1]:
             raise BenchError(f"NIXL's {operation} delivered other bytes than were sent")
-        times[operation] = statistics.median(_go(pair, operation, 3))
+        more = _go(pair, operation, 3) if time.monotonic() + 3 * first[0] < until else first
+        times[operation] = statistics.median(more)
     pair.operation = min(times, key=lambda operation: times[operation])
     pair.key = (run_bytes, runs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from typing import Any
 
 from kvxfer.bench.case import (
@@ -18,6 +19,7 @@ from kvxfer.bench.case import (
 from kvxfer.bench.numbers import listed, one_of, parse_bytes, parse_count, parse_seconds
 
 DEFAULT_ADDRESS = "127.0.0.1:7710"
+_WITHIN = 40.0  # seconds
 
 _ABOUT = """\
 Measures what transfers of KV caches reach, between two processes or two hosts.
@@ -187,6 +189,13 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         help="about how long each case is timed (default 1.5)",
     )
     output.add_argument(
+        "--within",
+        type=parse_seconds,
+        metavar="S",
+        help="repeat less where all cases together would take longer than about this (default: "
+        f"{_WITHIN:.0f} where neither sizes nor a model are given, else no limit)",
+    )
+    output.add_argument(
         "--no-verify", action="store_true", help="don't compare what arrived with what was sent"
     )
     output.add_argument(
@@ -198,6 +207,13 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--plot", metavar="FILE", help="draw GB/s over size into FILE (.png, .svg or .pdf)"
     )
+
+
+def within(options: argparse.Namespace) -> float:
+    """Return the seconds that all cases together should take at most."""
+    if options.within:
+        return float(options.within)
+    return math.inf if options.block or options.blocks or options.model else _WITHIN
 
 
 def cases(options: argparse.Namespace) -> list[Case]:

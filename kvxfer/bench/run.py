@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _FETCH_TIMEOUT = 60.0
 _LARGE = 1 << 20  # bytes from which transfers are compared with memcpy and sockets
 _BATCH = 32  # offers that are made at once
 _LEAST = 5  # repetitions
+_FEWEST = 3  # where there is no time for those
+_SMALL_SHARE = 0.25  # of the time that a large transfer gets, where there is a limit
 _MOST = 2000
 _TRIAL = 64 << 20  # bytes at most that the streams of plain sockets are chosen by
 
@@ -41,6 +44,8 @@ class Choices:
     verify: bool
     limits: bool
     """Whether to measure what the link carries without us."""
+    within: float = math.inf
+    """Seconds that all cases together should take at most: the fewer, the fewer repetitions."""
 
 
 class _Fetcher:
@@ -96,6 +101,7 @@ class Runner:
         self._cleanup = contextlib.ExitStack()
         self._sockets: SocketReceiver | None = None
         self._scratch = np.empty(0, np.uint8)
+        self._end = self._case_end = time.monotonic() + choices.within
         hello = channel.ask("hello")
         self.other_stamp: Frame = hello["stamp"]
 
@@ -114,6 +120,7 @@ class Runner:
         """
         for number, case in enumerate(cases, 1):
             where = f"[{number}/{len(cases)}] {case.name}"
+            self._case_end = self._share(cases[number - 1 :])
             try:
                 yield self._case(case, where)
             except WrongBytesError:
@@ -123,6 +130,12 @@ class Runner:
             except BenchError as error:
                 self._channel.ask("release")  # raises where it is the other side that has ended
                 yield Result(case, why=str(error))
+
+    def _share(self, left: Sequence[Case]) -> float:
+        """Return when the first of the cases that are left should have ended."""
+        shares = [1.0 if case.bytes >= _LARGE else _SMALL_SHARE for case in left]
+        now = time.monotonic()
+        return now + (self._end - now) * shares[0] / sum(shares)
 
     def _case(self, case: Case, where: str) -> Result:
         self._check_memory(case)
@@ -170,20 +183,30 @@ class Runner:
         batch = _BATCH // case.in_flight if case.bytes < _LARGE else 1
         serving = running = 0.0
         end = time.monotonic() + self._choices.seconds
-        while len(result.seconds) < _LEAST or (
-            time.monotonic() < end and len(result.seconds) < _MOST
-        ):
+        turn = 0.0  # seconds of one
+        while not self._enough(len(result.seconds), end, turn):
             self._progress(f"{where}: {len(result.seconds) + 1} transfers")
+            began = time.monotonic()
             if limit is not None and result.limit is not None:
                 result.limit.seconds.append(limit())
             if nixl is not None:
-                result.rivals[-1].seconds += nixl.run(batch)
+                try:
+                    result.rivals[-1].seconds += nixl.run(batch)
+                except BenchError as error:
+                    result.rivals[-1], nixl = Rival("NIXL", why=str(error)), None
             offers = self._offers(case, max(1, batch))
             before, mine = self._channel.ask("cpu")["seconds"], time.process_time()
             result.seconds += [fetcher.fetch(tickets) for tickets in offers]
             running += time.process_time() - mine
             serving += self._channel.ask("cpu")["seconds"] - before
+            turn = time.monotonic() - began
         result.cpu_seconds = (serving, running)
+
+    def _enough(self, done: int, end: float, turn: float) -> bool:
+        now = time.monotonic()
+        if done >= _FEWEST and now + turn > self._case_end:
+            return True
+        return done >= _LEAST and (now >= end or done >= _MOST)
 
     def _offers(self, case: Case, count: int) -> list[list[Frame]]:
         tickets = self._channel.ask("offer", count=count)["tickets"]
@@ -228,7 +251,8 @@ class Runner:
             return None
         self._progress(f"{where}: preparing NIXL")
         try:
-            turn = self._nixl.turn(transport, result.case.block_bytes, result.case.runs)
+            half = (time.monotonic() + self._case_end) / 2
+            turn = self._nixl.turn(transport, result.case.block_bytes, result.case.runs, half)
         except BenchError as error:
             result.rivals.append(Rival("NIXL", why=str(error)))
             return None

@@ -18,6 +18,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from kvxfer.bench.case import Case
+from kvxfer.bench.channel import connect
+from kvxfer.config import Config
+
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs/schemas/bench.json").read_text())
 KVXFER = [sys.executable, "-m", "kvxfer.cli"]
 SMALL = ["--block", "4KiB", "--blocks", "40", "--seconds", "0.05"]
@@ -199,6 +203,31 @@ def test_plot(tmp_path):
     done = bench("local", *SMALL, "--no-rivals", "--plot", str(target))
     assert done.returncode == 0, done.stderr
     assert "<svg" in target.read_text()
+
+
+def test_a_rival_that_hangs_does_not_hold_up_the_rest(tmp_path):
+    (tmp_path / "nixl_cu12.py").write_text("import time\ntime.sleep(600)\n")
+    done = bench(
+        "local", "--block", "16KiB", "--blocks", "128", "--transport", "shm,tcp", "--within", "2",
+        "--json", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for result, said in zip(
+        records(done.stdout), ("has not answered within", "no time was left"), strict=True
+    ):
+        assert result["verified"] == "exact"
+        assert result["repeat"] >= 3
+        assert said in result["rivals"][0]["why"]
+
+
+def test_names_of_the_other_side_command_no_terminal(server):
+    channel = connect(server.address, Config())
+    case = {**Case(name="\x1b[2Jfetch").frame(), "transport": "shm"}
+    channel.ask("prepare", case=case)
+    channel.close()
+    server.wait_for("serving .*fetch")
+    assert "\\x1b[2Jfetch" in server.seen
+    assert "\x1b" not in server.seen
 
 
 @pytest.mark.parametrize(
