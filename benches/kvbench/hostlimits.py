@@ -17,13 +17,18 @@ SIZES = (4 * KIB, 16 * KIB, 64 * KIB)
 
 
 def host(settings: Settings) -> Iterator[Result]:
-    """Memcpy, scattered memcpy, plain sockets and NIXL, in proportion to memcpy."""
+    """Scattered memcpy and plain sockets, in proportion to memcpy."""
     memcpy = Memcpy(settings.native, settings.nbytes, settings.pages)
     yield from _scattered(settings, memcpy)
     yield from _sockets(settings, memcpy)
+
+
+def host_nixl(settings: Settings) -> Iterator[Result]:
+    """NIXL by itself, in proportion to memcpy."""
     if settings.nixl_python is None:
         yield missing("host_nixl", "GB/s", CONTIGUOUS, HOW_TO_INSTALL)
         return
+    memcpy = Memcpy(settings.native, settings.nbytes, settings.pages)
     transports: tuple[Transport, ...] = ("posix", "tcp")
     for transport in transports:
         yield from _nixl(settings, settings.nixl_python, transport, memcpy)

@@ -66,6 +66,8 @@ class Round:
 QUIET_CORES = 0.15
 NOISY_CORES = 0.3
 MOST_REPETITIONS = 3  # times those that were asked for
+MOST_SECONDS = 20.0  # of one interleaved run, once it has FEWEST repetitions
+FEWEST = 5
 
 
 class Patience:
@@ -107,7 +109,8 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
 
     Other users of the machine hurt contenders that poll on two cores far more than others, so a
     repetition in which somebody else was busy is made again, within a bound, and the quietest are
-    kept. They are chosen by the foreign load alone, never by what they gave.
+    kept. They are chosen by the foreign load alone, never by what they gave. Rivals that are very
+    slow end the run early, so that the others' figures are not hours apart.
     """
     pids = {pid for c in contenders for pid in c.pids} | {os.getpid()}
     for _ in range(warmup):
@@ -115,7 +118,10 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
             _once(contender)
     rows: list[tuple[float, list[tuple[list[float], tuple[float, ...]]]]] = []
     quiet = 0
+    end = time.monotonic() + MOST_SECONDS
     while quiet < repetitions and len(rows) < MOST_REPETITIONS * repetitions:
+        if len(rows) >= FEWEST and time.monotonic() > end:
+            break
         Patience.wait(pids)
         load = _Load(pids)
         row = [_once(contender) for contender in contenders]
