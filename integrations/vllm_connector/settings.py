@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.codecs import Codec
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError, InvalidError
+
+_KINDS: dict[str, Any] = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "Mapping[str, Any]": Mapping,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +53,27 @@ class Settings:
                 f"kv_connector_extra_config has {', '.join(unknown)}, which KvxferConnector does "
                 f"not know; it knows {', '.join(sorted(known))}"
             )
+        for field in dataclasses.fields(cls):
+            kind, value = _KINDS[str(field.type)], extra.get(field.name, field.default)
+            if value is dataclasses.MISSING:
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(
+                    f"kv_connector_extra_config: {field.name} is {value!r}: expected {field.type}"
+                )
         settings = cls(**extra)
         for name in ("lease", "load_timeout", "watchdog"):
-            if not getattr(settings, name) > 0:
+            if not 0 < getattr(settings, name) < math.inf:
                 raise ConfigError(
                     f"kv_connector_extra_config: {name} is {getattr(settings, name)!r}: it must be "
-                    "positive"
+                    "positive and finite"
                 )
+        knobs = {field.name for field in dataclasses.fields(Config)}
+        if unknown := sorted(set(settings.agent) - knobs):
+            raise ConfigError(
+                f"kv_connector_extra_config: agent has {', '.join(map(str, unknown))}, which "
+                f"kvxfer.Config does not know; it knows {', '.join(sorted(knobs))}"
+            )
         try:
             Codec.parse(settings.codec)
         except InvalidError as error:

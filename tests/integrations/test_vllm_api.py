@@ -140,6 +140,30 @@ def test_unknown_options_are_refused(engine: Callable[..., Any]) -> None:
         engine("kv_both", extra={"lease": 0})
 
 
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"lease": "30"}, "lease is '30': expected float"),
+        ({"lease": True}, "lease is True: expected float"),
+        ({"watchdog": float("inf")}, "watchdog is inf"),
+        ({"port": 1.5}, "port is 1.5: expected int"),
+        ({"codec": None}, "codec is None: expected str"),
+        ({"host": 7}, "host is 7"),
+        ({"concurrent": "false"}, "concurrent is 'false': expected bool"),
+        ({"agent": ["tcp"]}, "agent is"),
+        ({"agent": {"transports": "tcp"}}, "agent has transports.*transport,"),
+        ({"agent": {"transport": 3}}, "transport is 3: expected str"),
+    ],
+)
+def test_options_of_other_types_are_refused(
+    engine: Callable[..., Any], extra: dict[str, Any], what: str
+) -> None:
+    from kvxfer.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=what):
+        engine("kv_both", extra=extra)
+
+
 def test_engines_that_cannot_be_served_are_refused(engine: Callable[..., Any]) -> None:
     from vllm.v1.kv_cache_interface import MambaSpec
 
