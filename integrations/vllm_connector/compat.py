@@ -23,6 +23,7 @@ _IRRELEVANT = {
     *("attention_dropout", "initializer_range"),
 }
 _MODEL = "model config "
+_WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf"
 _SAMPLE, _PLACES = 4096, 64  # bytes, and from how many places of each file of weights
 _MOST_TEXT = 200  # characters of a field; what is longer ends in a digest
 _MOST_CONFIG = 16 << 10  # characters of a model's config; longer ones go by their outermost keys
@@ -65,11 +66,16 @@ def _clip(text: str) -> str:
 
 def _weights(model: str) -> str:
     """Tell fine-tunes of one architecture apart, without reading all of them."""
-    folder = Path(model)
-    if not folder.is_dir():
+    where = Path(model)
+    if where.is_file():
+        files = [where]
+    elif where.is_dir():  # vLLM prefers them in this order, too
+        found = (sorted(where.glob(pattern)) for pattern in _WEIGHTS)
+        files = next(filter(None, found), [])
+    else:
         return model
     parts = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             samples = []

@@ -211,18 +211,33 @@ def test_layout_that_is_asked_for(engine: Callable[..., Any]) -> None:
     assert KvxferConnector.get_required_kvcache_layout(latent) is None
 
 
-def test_weights_that_differ_in_the_middle_only(fake: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_weights_that_differ_in_the_middle_only(
+    fake: Any, tmp_path: Path, name: str, alone: bool
+) -> None:
     from kvxfer.integrations.vllm_connector.compat import _weights
 
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / name
+    where = str(file if alone else tmp_path)
     kept = bytearray(4 << 20)
     file.write_bytes(kept)
-    before = _weights(str(tmp_path))
-    assert _weights(str(tmp_path)) == before
+    before = _weights(where)
+    assert _weights(where) == before
     for at in range(1 << 20, 3 << 20, 1024):  # as a merged adapter does
         kept[at] = 1
     file.write_bytes(kept)
-    assert _weights(str(tmp_path)) != before
+    assert _weights(where) != before
+
+
+def test_weights_are_those_that_vllm_loads(fake: Any, tmp_path: Path) -> None:
+    from kvxfer.integrations.vllm_connector.compat import _weights
+
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    before = _weights(str(tmp_path))
+    (tmp_path / "training_args.bin").write_bytes(bytes(100))
+    assert _weights(str(tmp_path)) == before
+    assert _weights("somebody/model") == "somebody/model"
 
 
 def test_revision_names_the_commit(fake: Any, engine: Callable[..., Any]) -> None:
