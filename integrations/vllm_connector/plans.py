@@ -13,6 +13,7 @@ from kvxfer.ticket import parse_ticket
 from . import params as wire
 from .compat import difference
 from .messages import CacheInfo, Part, Refusal, Ticket
+from .waits import Wait
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Plan:
     refused: Refusal | None = None
     local: int = 0
     """Tokens that the local prefix cache has."""
+    wait: Wait = field(default_factory=Wait)
+    """To be scheduled."""
 
 
 @dataclass(frozen=True, kw_only=True)

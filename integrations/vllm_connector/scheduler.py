@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.logger import init_logger
@@ -21,6 +21,7 @@ from .messages import CacheInfo, Handshake, LoadOrder, Part, Rank, SendOrder, St
 from .plans import Plan, Planner
 from .settings import Settings
 from .stats import Stats
+from .waits import Wait
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
@@ -40,6 +41,8 @@ class _Promise:
     transfer: str
     order: SendOrder | None = None
     """None before its last chunk is computed."""
+    wait: Wait = field(default_factory=Wait)
+    """To be computed."""
 
 
 class Scheduler:
@@ -81,7 +84,7 @@ class Scheduler:
         self._used: OrderedDict[str, None] = OrderedDict()
         self._promises: dict[str, _Promise] = {}
         self._sending: dict[str, str] = {}  # the transfer, by request that has finished
-        self._renewed = self._logged = time.monotonic()
+        self._renewed = self._logged = self._looked = time.monotonic()
         self._warned: dict[str, float] = {}
         self._totals = Stats()
         self.stats = Stats()
@@ -314,6 +317,9 @@ class Scheduler:
         if self._settings.concurrent:
             self._keep_promises(output)
         self._renew()
+        if time.monotonic() - self._looked > 1:
+            self._looked = time.monotonic()
+            self._watch()
         orders, self._orders = self._orders, StepOrders()
         if orders.load or orders.decline:
             orders.ranks = self._ranks
@@ -380,6 +386,28 @@ class Scheduler:
             summary = ", ".join(f"{name}={value}" for name, value in self._totals.reduce().items())
             logger.info("KV transfers in %.0f s: %s", now - self._logged, summary)
             self._logged, self._totals = now, Stats()
+
+    def _watch(self) -> None:
+        """Name who has not even got to the workers for long."""
+        patience = self._settings.watchdog
+        for name, plan in self._plans.items():
+            if plan.refused is None and plan.wait.overdue(patience):
+                logger.warning(
+                    "Request %s has been waiting for %.0f s to be scheduled%s; %s has its KV",
+                    name,
+                    plan.wait.seconds,
+                    ", behind one with the same prompt" if plan.name in self._leaders else "",
+                    plan.peer,
+                )
+        for name, promise in self._promises.items():
+            if promise.order is None and promise.wait.overdue(patience):
+                logger.warning(
+                    "Request %s has been waiting for %.0f s to be scheduled and computed; a decode "
+                    "engine may wait for its KV (transfer %s)",
+                    name,
+                    promise.wait.seconds,
+                    promise.transfer,
+                )
 
     def _warn(self, text: str, *given: object) -> None:
         """Log what a proxy's mistake would repeat with each request."""

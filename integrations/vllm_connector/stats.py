@@ -25,7 +25,8 @@ _COUNTERS = {
     "leases_expired": "Requests whose KV nobody fetched in time.",
     "sends_ended": "Requests whose KV was given up before it was fetched.",
     "declined": "Offers that this decode engine gave back without fetching them.",
-    "stale_tickets": "Fetches that were refused because what they asked for is gone.",
+    "stale_tickets": "Loads that were refused because what they asked for is gone.",
+    "stale_refused": "Fetches that a prefill engine refused because what they asked for is gone.",
     "prefills_without_params": "Requests that came to a decode engine without kv_transfer_params.",
 }
 _TIMES = {

@@ -19,11 +19,13 @@ from .compat import engine_fields, model_name
 from .messages import Handshake, LoadOrder, Refusal, SendOrder, StepOrders, Ticket
 from .settings import Settings
 from .stats import Stats
+from .waits import Wait
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose handlers it shares
 
 _REST = 0.005, 0.02  # seconds, at first and at most
 _RELEASE_TIMEOUT = 10.0  # seconds; a pack of one chunk is all that can be under way
+_GONE = Status.STALE, Status.EXPIRED
 
 
 @dataclass
@@ -33,11 +35,10 @@ class _Load:
     order: LoadOrder
     failure: Refusal | None
     """The first."""
-    began: float = field(default_factory=time.monotonic)
+    wait: Wait = field(default_factory=Wait)
     fetches: dict[str, Fetch] = field(default_factory=dict)
     """By cache."""
     running: int = 0
-    warned: float = 0.0
 
 
 @dataclass
@@ -45,11 +46,10 @@ class _Send:
     """A request that is offered, one offer for each cache of this rank."""
 
     request: str
-    began: float = field(default_factory=time.monotonic)
+    wait: Wait = field(default_factory=Wait)
     offers: list[Offer] = field(default_factory=list)
     held: bool = False
     """Whether the scheduler waits for the end; before that nothing is reported."""
-    warned: float = 0.0
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Worker:
         self._results = Results()
         self._looked = time.monotonic()
         self._sent = 0, 0
+        self._refused = 0
         self.stats = Stats()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -158,10 +159,9 @@ class Worker:
         for send in [send for send in self._sends.values() if send.held]:
             if all(offer.released for offer in send.offers):
                 self._send_ended(send)
-        now = time.monotonic()
-        if now - self._looked > 1:
-            self._looked = now
-            self._watch(now)
+        if time.monotonic() - self._looked > 1:
+            self._looked = time.monotonic()
+            self._watch()
         results, self._results = self._results, Results()
         return results
 
@@ -212,7 +212,9 @@ class Worker:
             return
         for offer in send.offers:
             self._filling.pop(offer, None)
-            if not send.held:  # the blocks are somebody else's in this step
+            if not send.held:
+                # The blocks are somebody else's in this step. However the offer ends, they are free
+                # then; if it doesn't, this raises: better no engine than a wrong byte.
                 offer.wait(_RELEASE_TIMEOUT)
         if not send.held:
             del self._sends[request]
@@ -232,7 +234,7 @@ class Worker:
             self.stats.add(sends_ended=1)
         elif statuses:
             self.stats.add(sends=1)
-            self.stats.took("send_seconds", time.monotonic() - send.began)
+            self.stats.took("send_seconds", send.wait.seconds)
         counts = self._agent.stats
         sent = counts.bytes_sent, counts.wire_bytes_sent
         self.stats.add(sent_bytes=sent[0] - self._sent[0], sent_wire_bytes=sent[1] - self._sent[1])
@@ -281,7 +283,7 @@ class Worker:
             self._load_ended(load)
 
     def _load_ended(self, load: _Load) -> None:
-        order, seconds = load.order, time.monotonic() - load.began
+        order, seconds = load.order, load.wait.seconds
         del self._loads[order.request]
         self._results.loaded.add(order.request)
         if load.failure is None:
@@ -299,7 +301,7 @@ class Worker:
         reason, message = load.failure
         self.stats.failed(reason)
         self.stats.add(recomputed_tokens=order.tokens)
-        if reason in ("stale", "expired"):
+        if reason in [status.value.lower() for status in _GONE]:
             self.stats.add(stale_tickets=1)
         if reason != "cancelled":
             logger.error(
@@ -328,27 +330,29 @@ class Worker:
 
     # --- both ---
 
-    def _watch(self, now: float) -> None:
-        patience = self._settings.watchdog
+    def _watch(self) -> None:
+        refusals = self._agent.metrics()["ends"]["refusals"]
+        refused = sum(refusals.get(status.value, 0) for status in _GONE)
+        if refused > self._refused:
+            self.stats.add(stale_refused=refused - self._refused)
+            self._refused = refused
         for load in self._loads.values():
-            if now - max(load.began, load.warned) > patience:
-                load.warned = now
+            if load.wait.overdue(self._settings.watchdog):
                 logger.warning(
                     "Request %s has been waiting for its KV from %s for %.0f s; it fails after "
                     "%.0f s",
                     load.order.request,
                     load.order.peer,
-                    now - load.began,
+                    load.wait.seconds,
                     self._settings.load_timeout,
                 )
         for send in self._sends.values():
-            if send.held and now - max(send.began, send.warned) > patience:
-                send.warned = now
+            if send.held and send.wait.overdue(self._settings.watchdog):
                 logger.warning(
                     "Request %s has been waiting for a decode engine to fetch its KV for %.0f s; "
                     "without a word from one its lease ends after %.0f s",
                     send.request,
-                    now - send.began,
+                    send.wait.seconds,
                     self._settings.lease,
                 )
 

@@ -36,6 +36,7 @@ def test_lease_ends_what_nobody_fetches(
     assert d.stats["failures"] == {"expired": 1}
     assert d.stats["stale_tickets"] == 1
     assert d.stats["recomputed_tokens"] == 99
+    pair.step_until(lambda: p.stats.get("stale_refused") == 1, p)
     pair.settle(p, d)
 
 
@@ -284,9 +285,27 @@ def test_load_times_out(engine: Callable[..., Any], pair: Any, log: list[str]) -
     d = engine("kv_consumer", extra={"load_timeout": 2.5, "watchdog": 0.5})
     tokens = pair.prompt(100)
     _, params = pair.prefill(p, tokens)
-    pair.decode(d, tokens, params)  # the prefill side is stuck: it makes no step
+    both = [d.add(tokens, params=dict(params)) for _ in range(2)]
+    # The prefill side is stuck: it makes no step.
+    pair.step_until(lambda: all(d.answers[name]["finish"] is not None for name in both), d)
     assert d.stats["failures"] == {"timeout": 1}
     assert any("has been waiting for its KV" in line for line in log)
+    (behind,) = {line.partition(" has")[0] for line in log if "behind one with the same" in line}
+    assert behind == f"Request {both[1]}"
+    pair.settle(p, d)
+
+
+def test_prompts_that_wait_for_their_prefill_are_named(
+    engine: Callable[..., Any], pair: Any, fake: Any, log: list[str]
+) -> None:
+    p = engine("kv_producer", num_blocks=12, extra={"watchdog": 0.3, "lease": 1000})
+    d = engine("kv_consumer")
+    tokens = pair.prompt(300)
+    _, params = pair.prefill(p, tokens)  # its blocks are held: there is no place for another
+    name = p.add(pair.prompt(300, 1), params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    pair.step_until(lambda: any(f"Request {name} has been waiting" in line for line in log), p)
+    p.abort(name)
+    pair.decode(d, tokens, params, p)
     pair.settle(p, d)
 
 
