@@ -61,7 +61,7 @@ test-rdma: build-tests  ## test verbs on soft-RoCE, two hosts with two rails (AR
 # Not part of `make test`: vLLM is large and its engines take their time to start.
 test-vllm: vllm-tools  ## test the vLLM connector against vLLM in .venv-vllm (ARGS="-m slow" for the rest)
 	@test -f build/vllm.skipped || \
-		.venv-vllm/bin/python -m pytest tests/integrations -W default -o timeout=900 -m 'not slow' $(ARGS)
+		.venv-vllm/bin/python -m pytest tests/integrations tests/gateway/test_recipes.py -W default -o timeout=900 -m 'not slow' $(ARGS)
 
 demo-vllm: vllm-tools  ## serve with a prefill and a decode engine of vLLM, compare with one engine
 	@test -f build/vllm.skipped || \

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import dataclasses
 import json
 import re
 import shlex
+import socket
+import sys
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from gateway.fake import engines, output
+from gateway.rig import in_loop
 
 from kvxfer.integrations.gateway import command, prewarm_command
 from kvxfer.integrations.gateway.metrics import Metrics
@@ -17,7 +25,16 @@ from kvxfer.integrations.gateway.settings import Entry, Settings
 from kvxfer.serving import advice, plan_command, watch_command
 from kvxfer.serving.decide import Reason
 
-TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+KNOWN = json.loads((ROOT / "tests" / "data" / "serving" / "recipes.json").read_text())
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def blocks(kind: str) -> list[str]:
@@ -93,12 +110,48 @@ def test_json_is_what_is_read() -> None:
     ]
 
 
-def test_recipes_parse() -> None:
+def recipes() -> list[Any]:
+    """Return the recipes for KEDA, Ray Serve LLM and llm-d."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    found = [yaml.safe_load(block) for block in blocks("yaml")]
-    scaled, ray, pod = found
+    return [yaml.safe_load(block) for block in blocks("yaml")]
+
+
+def test_recipes_are_what_their_readers_know() -> None:
+    """By what KEDA and llm-d publish; see the README beside the file."""
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    scaled, _, pod = recipes()
+    jsonschema.validate(scaled, KNOWN["scaledobject"])
+    with pytest.raises(jsonschema.ValidationError):  # it can tell
+        jsonschema.validate({**scaled, "spec": {**scaled["spec"], "x": 1}}, KNOWN["scaledobject"])
     (trigger,) = scaled["spec"]["triggers"]
-    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    assert trigger["metadata"].keys() <= set(KNOWN["prometheus trigger"])
+    sidecar, engine = pod["containers"]
+    options = dict(word.removeprefix("--").split("=", 1) for word in sidecar["args"])
+    assert options.keys() <= set(KNOWN["routing sidecar"]["flags"])
+    assert options["kv-connector"] in KNOWN["routing sidecar"]["kv-connector"]
+    assert f"--port={options['vllm-port']}" in engine["args"]
+
+
+def test_ray_builds_the_recipe() -> None:
+    """As far as an application goes without a cluster: engines are not started."""
+    pytest.importorskip("ray.llm", reason="ray is not installed")
+    schema = pytest.importorskip("ray.serve.schema")
+    builder = pytest.importorskip(
+        "ray.llm._internal.serve.serving_patterns.prefill_decode.builder",
+        reason="this ray has no prefill/decode builder, or pyarrow is missing",
+    )
+    _, ray, _ = recipes()
+    schema.ServeDeploySchema.model_validate(ray)
+    (application,) = ray["applications"]
+    given = builder.PDServingArgs.model_validate(application["args"])
+    for side, role in (("prefill_config", "kv_producer"), ("decode_config", "kv_consumer")):
+        transfer = getattr(given, side).engine_kwargs["kv_transfer_config"]
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("KvxferConnector", role)
+
+
+def test_recipes_parse() -> None:
+    scaled, ray, pod = recipes()
+    (trigger,) = scaled["spec"]["triggers"]
     exported = watch_command.Exposition().text
     for name in re.findall(r"kvxfer_\w+", trigger["metadata"]["query"]):
         assert f"# TYPE {name} gauge" in exported
@@ -117,6 +170,49 @@ def test_router_options_exist() -> None:
     router.RouterArgs.add_cli_args(parser, exclude_host_port=False)
     known = {text for action in parser._actions for text in action.option_strings}
     assert {word for word in words if word.startswith("--")} <= known
+
+
+@in_loop
+async def test_router_sends_both_legs() -> None:
+    """The recipe as it is told, with the ports of engines that are here."""
+    program = Path(sys.executable).with_name("vllm-router")
+    if not program.exists():
+        pytest.skip("vllm-router is not installed beside this Python")
+    (words,) = commands("vllm-router")
+    async with engines(1, 1) as ((prefill,), (decode,)):
+        port, other = free_port(), free_port()
+        places = {
+            "http://p1:8100": prefill.url,
+            "http://d1:8200": decode.url,
+            "0.0.0.0": "127.0.0.1",
+            "8000": str(port),
+        }
+        command = [places.get(word, word) for word in words[1:]]
+        command += ["--prometheus-port", str(other)]
+        nowhere = asyncio.subprocess.DEVNULL
+        router = await asyncio.create_subprocess_exec(
+            program, *command, stdout=nowhere, stderr=nowhere
+        )
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+                while True:
+                    with contextlib.suppress(aiohttp.ClientError):
+                        async with client.get("/health") as answer:
+                            if answer.status == 200:
+                                break
+                    assert router.returncode is None
+                    await asyncio.sleep(0.1)
+                body = {"model": "m", "prompt": list(range(10, 60)), "max_tokens": 5}
+                async with client.post("/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+                    found = (await answer.json())["choices"][0]["text"]
+            assert found == "".join(f" {token}" for token in output(body["prompt"], 5))
+            assert len(prefill.bodies("prefill")) == 1
+            assert len(decode.bodies("fetch")) == 1
+            assert (decode.counts["loads"], prefill.held) == (1, {})
+        finally:
+            router.kill()
+            await router.wait()
 
 
 def test_limits_have_options() -> None:
