@@ -32,6 +32,7 @@ from kvxfer.handshake import (
 )
 
 PROTOCOL = 1
+INTRODUCTION = "this is kvxfer bench"  # to whoever expects something else here
 ANSWER_TIMEOUT = 60.0
 _HELLO_TIMEOUT = 5.0
 
@@ -131,7 +132,7 @@ def admit(sock: socket.socket, config: Config) -> Channel | None:
         deadline = Deadline(_HELLO_TIMEOUT)
         hello = recv_frame(sock, deadline)
         if hello.get("kind") != "kvxfer bench" or hello.get("protocol") != PROTOCOL:
-            told = f"this is kvxfer bench, protocol {PROTOCOL}; the other side needs the same"
+            told = f"{INTRODUCTION}, protocol {PROTOCOL}; the other side needs the same"
             send_frame(sock, {"error": told}, deadline)
             sock.close()
             return None

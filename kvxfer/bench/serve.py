@@ -19,6 +19,7 @@ from kvxfer.bench.settings import agent_settings
 from kvxfer.bench.sockets import SocketSender
 from kvxfer.bench.stamp import available_bytes, stamp
 from kvxfer.config import Config
+from kvxfer.doctor.pattern import AGENT, PatternCache, offer_pattern
 from kvxfer.handshake import Frame, join_address
 
 _LEASE = 120.0  # seconds that an offer waits for the other side
@@ -41,6 +42,7 @@ class Visit:
         self._handlers: dict[str, Callable[[Frame], Frame]] = {
             "hello": self._hello,
             "prepare": self._prepare,
+            "pattern": self._pattern,
             "offer": self._offer,
             "cpu": self._cpu,
             "sockets": self._sockets,
@@ -98,6 +100,14 @@ class Visit:
         self._cache = self._agent.register(pool.cache())
         self._case, self._blocks = case, block_tables(case)[0]
         return {}
+
+    def _pattern(self, _: Frame) -> Frame:
+        """Be the other side of ``kvxfer doctor --peer``."""
+        self._release({})
+        host = self._channel.local_host
+        self._agent = kvxfer.Agent(AGENT, listen=join_address(host, 0), config=self._config)
+        self._offers = [offer_pattern(self._agent, PatternCache(filled=True))]
+        return {"address": self._agent.address}
 
     def _offer(self, frame: Frame) -> Frame:
         if self._agent is None or self._cache is None or self._case is None:

@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peer",
         metavar="HOST:PORT",
-        help="also check the way to another host, where kvxfer doctor --listen runs",
+        help="also check the way to another host, where kvxfer doctor --listen or kvxfer bench "
+        "serve runs",
     )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="serve doctors on other hosts until Ctrl-C"

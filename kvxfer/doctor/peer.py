@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
 import time
 
 from kvxfer.agent import Agent
+from kvxfer.bench.case import BenchError
+from kvxfer.bench.channel import INTRODUCTION, connect
 from kvxfer.config import Config
 from kvxfer.doctor.findings import Finding
 from kvxfer.doctor.pattern import AGENT, PatternCache, offer_pattern
-from kvxfer.doctor.selftest import fetch_over, judge
+from kvxfer.doctor.selftest import failure, fetch_over, judge
 from kvxfer.transports import Transport
 
 _PATIENCE = 10.0
-"""Seconds for one path to the other host."""
+"""Seconds for one path to the other host: it takes a fraction of one."""
 
 
 def serve(listen: str, config: Config) -> int:
@@ -43,21 +46,42 @@ def serve(listen: str, config: Config) -> int:
 
 
 def check_peer(address: str, transports: dict[str, Transport]) -> list[Finding]:
-    """Return how the paths to a listening doctor do: that which would be taken, then each alone."""
-    config = Config()
-    cache = PatternCache(filled=False)
-    findings = []
-    names = [name for name, it in transports.items() if it.available and name != "loopback"]
-    for name in ("auto", *names):
-        if name == "shm":
-            continue  # auto takes it where it can be
+    """Return how the paths to another host do: that which would be taken, then each alone.
 
-        settings = config if name == "auto" else config.replace(transport=name)
+    What listens there is a doctor, or ``kvxfer bench serve``.
+    """
+    way = _Way(address, address)
+    findings = way.check(transports)
+    if INTRODUCTION not in findings[0].found:
+        return findings
+    try:
+        with contextlib.closing(connect(address, way.config)) as channel:
+            return _Way(address, str(channel.ask("pattern")["address"])).check(transports)
+    except BenchError as error:
+        return [failure("peer.auto", f"{address} by auto", error)]
 
-        def run(name: str = name, settings: Config = settings) -> tuple[str, int]:
-            return fetch_over(name, address, cache, time.monotonic() + _PATIENCE, settings)
 
-        findings.append(judge(f"peer.{name}", f"{address} by {name}", run))
-        if name == "auto" and "failed" in findings[0].found:
-            break  # no other would do better, and each takes its time
-    return findings
+class _Way:
+    """To the agent that has the pattern. `named` is what the user calls it."""
+
+    def __init__(self, named: str, address: str) -> None:
+        self._named, self._address = named, address
+        self._cache = PatternCache(filled=False)
+        self.config = Config()
+
+    def check(self, transports: dict[str, Transport]) -> list[Finding]:
+        auto = self._over("auto")
+        if "failed" in auto.found:
+            return [auto]  # no other would do better, and each takes its time
+        # Shared memory is not asked for: auto takes it where it can be.
+        alone = [name for name in transports if name not in ("loopback", "shm")]
+        return [auto, *(self._over(name) for name in alone if transports[name].available)]
+
+    def _over(self, name: str) -> Finding:
+        config = self.config if name == "auto" else self.config.replace(transport=name)
+
+        def run() -> tuple[str, int]:
+            deadline = time.monotonic() + _PATIENCE
+            return fetch_over(name, self._address, self._cache, deadline, config)
+
+        return judge(f"peer.{name}", f"{self._named} by {name}", run)

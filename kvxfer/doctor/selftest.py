@@ -101,20 +101,25 @@ def judge(identity: str, what: str, run: Callable[[], tuple[str, int]]) -> Findi
     try:
         said, wrong = run()
     except (Error, OSError) as error:
-        return Finding(
-            identity,
-            what,
-            f"failed: {error}",
-            State.BAD,
-            "transfers over it fail as well",
-            "the message names the cause; docs/doctor.md and docs/troubleshooting.md have more",
-        )
+        return failure(identity, what, error)
     if wrong:
         return Finding(
             identity, what, f"{wrong} of {TOTAL_BYTES} bytes WRONG; {said}", State.BAD,
             "an engine would answer from wrong KV", _REPORT,
         )  # fmt: skip
     return Finding(identity, what, f"every byte as it should be; {said}")
+
+
+def failure(identity: str, what: str, error: Exception) -> Finding:
+    """Return the finding of a path over which nothing could be fetched."""
+    return Finding(
+        identity,
+        what,
+        f"failed: {error}",
+        State.BAD,
+        "transfers over it fail as well",
+        "the message names the cause; docs/doctor.md and docs/troubleshooting.md have more",
+    )
 
 
 def fetch_over(

@@ -17,6 +17,8 @@ import pytest
 from kvtest.doctor_hosts import h100, mi300x, validate
 
 from kvxfer import _core, cli
+from kvxfer.bench.channel import connect
+from kvxfer.config import Config
 from kvxfer.doctor import ask, pattern, selftest
 from kvxfer.doctor.findings import State
 from kvxfer.doctor.pattern import TOTAL_BYTES, PatternCache
@@ -271,11 +273,17 @@ def test_another_process_that_does_not_come_up(monkeypatch):
     assert "ended at once" in tested["selftest.tcp"].found
 
 
+LISTEN = ("doctor", "--listen")
+BENCH = ("bench", "serve")
+
+
 @contextlib.contextmanager
-def listening(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A doctor who listens; its address."""
+def listening(
+    command: tuple[str, ...] = LISTEN, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A doctor or a benchmark that listens; its address."""
     with subprocess.Popen(
-        [*COMMAND, "--listen", "127.0.0.1:0"],
+        [*COMMAND[:-1], *command, "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -283,7 +291,7 @@ def listening(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]
     ) as process:
         try:
             for line in process.stdout:
-                if found := re.search(r"--peer (\S+)", line):
+                if found := re.search(r"(?:--peer|bench run) (\S+)", line):
                     yield found[1], process
                     break
         finally:
@@ -291,8 +299,9 @@ def listening(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]
             process.wait(LONG)
 
 
-def test_a_peer():
-    with listening(KVXFER_SECRET="s") as (address, process):
+@pytest.mark.parametrize("command", [LISTEN, BENCH])
+def test_a_peer(command):
+    with listening(command, KVXFER_SECRET="s") as (address, process):
         for _ in range(2):  # it serves more than one
             done = run("--peer", address, "--no-self-test", "--json", KVXFER_SECRET="s")
             record = json.loads(done.stdout)
@@ -301,12 +310,37 @@ def test_a_peer():
             assert told["peer.auto"]["state"] == "ok"
             assert "over tcp" in told["peer.tcp"]["found"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(LONG) == 0
-        assert process.stderr.read() == ""
+        assert process.wait(LONG) == (0 if command is LISTEN else 130)
 
 
-def test_a_peer_with_another_secret():
-    with listening(KVXFER_SECRET="s") as (address, _):
+@pytest.mark.parametrize("command", [LISTEN, BENCH])
+def test_a_peer_that_brings_wrong_bytes(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "from kvxfer.doctor import pattern\n"
+        "usual = pattern._contents\n"
+        "pattern._contents = lambda *key: bytes([usual(*key)[0] ^ 1]) + usual(*key)[1:]\n"
+    )
+    with listening(command, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[3]}") as (address, _):
+        done = run("--peer", address, "--no-self-test", "--json")
+    assert done.returncode == 1
+    told = findings(json.loads(done.stdout), "peer")
+    assert told["peer.auto"]["state"] == told["peer.tcp"]["state"] == "bad"
+    assert f"4 of {TOTAL_BYTES} bytes WRONG" in told["peer.tcp"]["found"]
+
+
+def test_a_benchmark_that_is_busy_is_no_peer():
+    with listening(BENCH) as (address, process):
+        channel = connect(address, Config())
+        process.stdout.readline()  # it has connected
+        done = run("--peer", address, "--no-self-test", "--json")
+        channel.close()
+    assert done.returncode == 1
+    assert "another benchmark" in findings(json.loads(done.stdout), "peer")["peer.auto"]["found"]
+
+
+@pytest.mark.parametrize("command", [LISTEN, BENCH])
+def test_a_peer_with_another_secret(command):
+    with listening(command, KVXFER_SECRET="s") as (address, _):
         done = run("--peer", address, "--no-self-test", "--json", KVXFER_SECRET="t")
     assert done.returncode == 1
     told = findings(json.loads(done.stdout), "peer")
