@@ -1,4 +1,6 @@
-"""The whole benchmark, with rivals beside it: what `make bench` runs. Writes docs/benchmarks.md.
+"""The whole benchmark, with rivals beside it: what `make bench` runs.
+
+Writes docs/benchmarks.md, and the README's table.
 
 See README.md for what each figure means.
 """
@@ -15,7 +17,7 @@ from typing import Any
 
 from baselines import peers
 from bench_transfer import MEASUREMENTS, add_options
-from kvbench import codecs, host, page
+from kvbench import codecs, host, page, readme
 from kvbench.child import ChildError
 from kvbench.measure import Patience, Report, missing
 from kvbench.native import Native
@@ -34,7 +36,7 @@ def main() -> int:
     """Run what the command line asks for; 1 when a measurement failed."""
     arguments = _parser().parse_args()
     if arguments.render:
-        page.write(_read(arguments.render), ROOT / "docs")
+        _write(_read(arguments.render))
         return 0
     Patience.left_s = arguments.patience
     whole = not arguments.only and not arguments.quick
@@ -43,9 +45,14 @@ def main() -> int:
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"# written: {RESULTS.relative_to(ROOT)}", file=sys.stderr)
     if whole or arguments.write:
-        page.write(lines, ROOT / "docs")
-        print("# written: docs/benchmarks.md and docs/benchmarks/*.svg", file=sys.stderr)
+        _write(lines)
     return 1 if any(line.get("failed") for line in lines) else 0
+
+
+def _write(lines: list[dict[str, Any]]) -> None:
+    page.write(lines, ROOT / "docs")
+    readme.write(lines, ROOT / "README.md")
+    print("# written: docs/benchmarks.md, docs/benchmarks/*.svg, README.md", file=sys.stderr)
 
 
 def _run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -87,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, SUITE)
     parser.add_argument(
-        "--write", action="store_true", help="write docs/benchmarks.md though not all has run"
+        "--write", action="store_true", help="write the pages though not all has run"
     )
     parser.add_argument(
-        "--render", type=Path, metavar="FILE", help="write docs/benchmarks.md of an earlier run"
+        "--render", type=Path, metavar="FILE", help="write the pages of an earlier run"
     )
     return parser
 

@@ -17,7 +17,6 @@ ENVIRONMENT: dict[str, str | None] = {
     "MC_TCP_BIND_ADDRESS": "127.0.0.1",
     "GLOG_minloglevel": "2",
 }
-MOST_RUNS = 65536  # of one batch
 
 
 class MooncakePair:
@@ -74,7 +73,7 @@ class MooncakePair:
     def contender(self, key: str, name: str = "mooncake", count: int = 1) -> Contender:
         """Its turn in an interleaved run."""
         pids = (self._initiator.pid, self._target.pid)
-        return Contender(name, lambda: self.transfer(key, count), pids)
+        return Contender(name, lambda: self.transfer(key, count), pids, rival=True)
 
     def close(self) -> None:
         """End both."""

@@ -14,6 +14,9 @@ from kvbench.memory import Pages, offsets_of, scattered_slots
 
 from baselines.pool_side import PoolSide
 
+Batch = tuple[list[int], list[int], list[int]]
+MOST_RUNS = 32768  # of one batch: its queue takes 65,535, of which some may still be under way
+
 
 class Side(PoolSide):
     """An engine with one registered pool. The initiator asks, the target has threads of its own."""
@@ -21,7 +24,7 @@ class Side(PoolSide):
     def __init__(self) -> None:
         super().__init__()
         self._engine: Any = None
-        self._lists: dict[str, tuple[str, str, list[int], list[int], list[int]]] = {}
+        self._batches: dict[str, tuple[str, str, list[Batch]]] = {}
 
     def start(self, pool_bytes: int, pages: Pages, seed: int | None) -> Reply:
         """Make the engine and register the pool."""
@@ -58,18 +61,19 @@ class Side(PoolSide):
             slots = scattered_slots(run_bytes, runs, self.pool.nbytes, seed)
             return [base + int(offset) for offset in offsets_of(slots, run_bytes)]
 
-        self._lists[key] = (
-            operation,
-            peer,
-            addresses(self.pool.address, local_seed),
-            addresses(remote_address, remote_seed),
-            [run_bytes] * runs,
-        )
+        mine = addresses(self.pool.address, local_seed)
+        theirs = addresses(remote_address, remote_seed)
+        lengths = [run_bytes] * runs
+        batches = [
+            (mine[part], theirs[part], lengths[part])
+            for part in (slice(begin, begin + MOST_RUNS) for begin in range(0, runs, MOST_RUNS))
+        ]
+        self._batches[key] = (operation, peer, batches)
         return {}
 
     def go(self, key: str, count: int) -> Reply:
         """Run a transfer `count` times; seconds of each."""
-        operation, peer, mine, theirs, lengths = self._lists[key]
+        operation, peer, batches = self._batches[key]
         move = (
             self._engine.batch_transfer_sync_write
             if operation == "WRITE"
@@ -78,7 +82,9 @@ class Side(PoolSide):
         seconds = []
         for _ in range(count):
             began = time.perf_counter()
-            status = move(peer, mine, theirs, lengths)
+            status = 0
+            for mine, theirs, lengths in batches:
+                status = status or move(peer, mine, theirs, lengths)
             seconds.append(time.perf_counter() - began)
             _check(operation, status)
         return {"seconds": seconds}

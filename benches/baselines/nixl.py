@@ -140,7 +140,7 @@ class NixlPair:
 
     def contender(self, key: str, name: str = "nixl", count: int = 1) -> Contender:
         """Its turn in an interleaved run, `count` transfers one after the other."""
-        return Contender(name, lambda: self.transfer(key, count), self.pids)
+        return Contender(name, lambda: self.transfer(key, count), self.pids, rival=True)
 
     def idle_cores(self, seconds: float) -> list[float]:
         """Processors that each side keeps busy while it serves and nothing is asked of it."""

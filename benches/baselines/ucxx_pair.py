@@ -57,7 +57,7 @@ class UcxxPair:
     def contender(self) -> Contender:
         """Its turn in an interleaved run."""
         pids = (self._sender.pid, self._receiver.pid)
-        return Contender("ucxx", lambda: [self.run()], pids)
+        return Contender("ucxx", lambda: [self.run()], pids, rival=True)
 
     def close(self) -> None:
         """End both."""

@@ -8,10 +8,11 @@ from contextlib import ExitStack, closing
 
 from baselines import peers
 from baselines.host import ScatteredMemcpy, Sockets, best_streams, label
-from baselines.mooncake_pair import MOST_RUNS, MooncakePair
+from baselines.mooncake_pair import MooncakePair
 from baselines.nixl import HOW_TO_INSTALL, OPERATIONS, NixlPair, Operation, Transport
 from baselines.ucxx_pair import UcxxPair
 
+from kvbench.child import ChildError
 from kvbench.measure import KIB, Contender, Result, Round, alone, compare, interleave, missing
 from kvbench.settings import Settings
 from kvbench.sides import Consumer, why_missing
@@ -88,6 +89,9 @@ def _fetch(
         consumer.check(runs)
         cpu = {n: s.cpu_seconds_per_gb(nbytes) for n, s in measured.series.items()}
         idle = {"kvxfer": consumer.idle_cores(IDLE_SECONDS)}
+        why = measured.failed.get("nixl", HOW_TO_INSTALL)
+        if "nixl" in measured.failed:
+            nixl = None
         if nixl is not None:
             nixl.check(key)
             idle["nixl"] = nixl.idle_cores(IDLE_SECONDS)
@@ -121,11 +125,9 @@ def _fetch(
                 theirs = measured.series[rival].rates(nbytes)
                 yield compare(name, ours, "GB/s", baseline, theirs, **common)
             else:
-                yield missing(name, "GB/s", rival, baseline)
+                yield missing(name, "GB/s", rival, measured.failed.get(rival, baseline))
         if nixl is None:
-            yield alone(
-                name, ours, "GB/s", HOW_TO_INSTALL, **common, cpu_s_per_gb=cpu, idle_cores=idle
-            )
+            yield alone(name, ours, "GB/s", why, **common, cpu_s_per_gb=cpu, idle_cores=idle)
             return
         yield compare(
             name,
@@ -155,18 +157,25 @@ def _add_others(
     runs = settings.nbytes // run_bytes
     if why := peers.missing("Mooncake"):
         found.append(("Mooncake", why))
-    elif runs <= MOST_RUNS:
-        pair = MooncakePair(python, 2 * settings.nbytes, settings.pages)
-        stack.enter_context(closing(pair))
-        contenders.append(pair.contender(pair.prepare(run_bytes, runs)))
-        found.append(("mooncake", pair.name))
+    else:
+        try:
+            pair = MooncakePair(python, 2 * settings.nbytes, settings.pages)
+            stack.enter_context(closing(pair))
+            contenders.append(pair.contender(pair.prepare(run_bytes, runs)))
+            found.append(("mooncake", pair.name))
+        except ChildError as error:
+            found.append(("Mooncake", str(error)))
     if run_bytes == 16 * KIB:
         if why := peers.missing("UCXX"):
             found.append(("UCXX", why))
         else:
-            ucxx = stack.enter_context(closing(UcxxPair(python, settings.nbytes, settings.pages)))
-            contenders.append(ucxx.contender())
-            found.append(("ucxx", ucxx.name))
+            try:
+                ucxx = UcxxPair(python, settings.nbytes, settings.pages)
+                stack.enter_context(closing(ucxx))
+                contenders.append(ucxx.contender())
+                found.append(("ucxx", ucxx.name))
+            except ChildError as error:
+                found.append(("UCXX", str(error)))
     return found
 
 

@@ -29,6 +29,7 @@ class Contender:
     run: Callable[[], list[float]]
     pids: tuple[int, ...] = ()  # processes whose CPU time is its cost
     before: Callable[[], None] | None = None  # untimed preparation of each repetition
+    rival: bool = False  # where it fails, the others go on without it
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Round:
 
     series: dict[str, Series]
     foreign_cores: float  # processors that others kept busy meanwhile, the median repetition
+    failed: dict[str, str] = field(default_factory=dict)  # rivals that did not last, and why
 
 
 QUIET_CORES = 0.15
@@ -112,19 +114,34 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
     kept. They are chosen by the foreign load alone, never by what they gave. Rivals that are very
     slow end the run early, so that the others' figures are not hours apart.
     """
-    pids = {pid for c in contenders for pid in c.pids} | {os.getpid()}
+    failed: dict[str, str] = {}
+
+    def turn(contender: Contender) -> tuple[list[float], tuple[float, ...]]:
+        if contender.name in failed:
+            return [], ()
+        try:
+            return _once(contender)
+        except (OSError, RuntimeError) as error:
+            if not contender.rival:
+                raise
+            failed[contender.name] = str(error)
+            return [], ()
+
     for _ in range(warmup):
         for contender in contenders:
-            _once(contender)
+            turn(contender)
     rows: list[tuple[float, list[tuple[list[float], tuple[float, ...]]]]] = []
     quiet = 0
     end = time.monotonic() + MOST_SECONDS
     while quiet < repetitions and len(rows) < MOST_REPETITIONS * repetitions:
         if len(rows) >= FEWEST and time.monotonic() > end:
             break
+        pids = {pid for c in contenders if c.name not in failed for pid in c.pids} | {os.getpid()}
         Patience.wait(pids)
-        load = _Load(pids)
-        row = [_once(contender) for contender in contenders]
+        load, lost = _Load(pids), len(failed)
+        row = [turn(contender) for contender in contenders]
+        if len(failed) > lost:
+            continue  # what the others did beside its end is no repetition
         foreign = load.foreign_cores()
         rows.append((foreign, row))
         quiet += foreign < QUIET_CORES
@@ -132,9 +149,12 @@ def interleave(contenders: Sequence[Contender], repetitions: int, warmup: int = 
     rows = rows[:repetitions]
     series = {}
     for i, contender in enumerate(contenders):
+        if contender.name in failed:
+            continue
         mine = [row[i] for _, row in rows]
         series[contender.name] = Series(contender.name, [m[0] for m in mine], [m[1] for m in mine])
-    return Round(series, round(statistics.median(foreign for foreign, _ in rows), 2))
+    foreign_cores = round(statistics.median(foreign for foreign, _ in rows), 2)
+    return Round(series, foreign_cores, failed)
 
 
 def _once(contender: Contender) -> tuple[list[float], tuple[float, ...]]:
