@@ -75,7 +75,7 @@ def fit(
         for row, duration in zip(rows, durations, strict=True)
         if duration > 0
     ]
-    found = _non_negative_fit(scaled)
+    found = non_negative_fit(scaled)
     base, per_sequence, per_context, per_token = found
     if base <= 0 or per_token <= 0:
         raise InvalidError(
@@ -95,7 +95,7 @@ def fit_decode(points: Sequence[tuple[float, float, float]]) -> DecodeCost:
     if len(points) < 2:
         raise InvalidError(f"{len(points)} points; a line needs 2")
     rows = [(1 / tpot, n / tpot, n * context / tpot) for n, context, tpot in points]
-    base, per_sequence, per_context = _non_negative_fit(rows)
+    base, per_sequence, per_context = non_negative_fit(rows)
     return DecodeCost(base, per_sequence, per_context)
 
 
@@ -127,7 +127,7 @@ def _share(start: float, stop: float, begin: float, end: float) -> float:
     return max(0.0, min(stop, end) - max(start, begin)) / (stop - start)
 
 
-def _non_negative_fit(rows: Sequence[Sequence[float]]) -> list[float]:
+def non_negative_fit(rows: Sequence[Sequence[float]]) -> list[float]:
     """Return the c >= 0 for which the rows times c are closest to 1: coordinate descent."""
     size = len(rows[0])
     scale = [max(row[i] for row in rows) or 1.0 for i in range(size)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 
 from kvxfer.serving.advice import Load
 from kvxfer.serving.prometheus import Samples, parse
@@ -24,6 +22,7 @@ _DECODE = (
     "vllm:request_success_total",
     "vllm:prompt_tokens_total",
 )
+_NAMES = {*_PREFILL, *_DECODE, "vllm:num_requests_waiting"}
 
 
 def fetch(url: str) -> str:
@@ -33,11 +32,33 @@ def fetch(url: str) -> str:
     return text.decode(errors="replace")
 
 
-@dataclass(slots=True)
-class _Engine:
-    url: str
-    before: dict[str, float]
-    alive: bool = False
+class Engine:
+    """One engine, and what its counters were at the last look."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.alive = False
+        """Whether it answered at the last look."""
+
+        self._before: dict[str, float] = {}
+
+    def read(self, fetch: Fetch, names: Container[str]) -> Samples | None:
+        """Return its metrics of these names; None if it does not answer."""
+        try:
+            samples = parse(fetch(self.url + "/metrics"), names)
+        except (OSError, ValueError):
+            self.alive, self._before = False, {}
+            return None
+        self.alive = True
+        return samples
+
+    def grown(self, samples: Samples, names: Sequence[str]) -> dict[str, float] | None:
+        """Return by how much counters have grown; None at the first look or after a restart."""
+        now = {name: value for name in names if (value := samples.total(name)) is not None}
+        before, self._before = self._before, now
+        if not before or any(now.get(name, 0.0) < value for name, value in before.items()):
+            return None
+        return {name: value - before.get(name, 0.0) for name, value in now.items()}
 
 
 class Fleet:
@@ -48,8 +69,8 @@ class Fleet:
     """
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], fetch: Fetch = fetch) -> None:
-        self._prefill = [_Engine(url.rstrip("/"), {}) for url in prefill]
-        self._decode = [_Engine(url.rstrip("/"), {}) for url in decode]
+        self._prefill = [Engine(url) for url in prefill]
+        self._decode = [Engine(url) for url in decode]
         self._fetch = fetch
         self._last: float | None = None
 
@@ -68,10 +89,10 @@ class Fleet:
         prefills = computed = output = requests = prompts = queued = waiting = 0.0
         known = True
         for engine in self._prefill:
-            samples = self._read(engine)
+            samples = engine.read(self._fetch, _NAMES)
             if samples is None:
                 continue
-            grown = _grown(engine, samples, _PREFILL)
+            grown = engine.grown(samples, _PREFILL)
             known &= grown is not None
             if grown is not None:
                 computed += grown.get(_PREFILL[0], grown.get(_PREFILL[1], 0.0))
@@ -80,10 +101,10 @@ class Fleet:
                 mean = grown.get(_PREFILL[1], 0.0) / max(1.0, done)
                 queued += mean * (samples.total("vllm:num_requests_waiting") or 0.0)
         for engine in self._decode:
-            samples = self._read(engine)
+            samples = engine.read(self._fetch, _NAMES)
             if samples is None:
                 continue
-            grown = _grown(engine, samples, _DECODE)
+            grown = engine.grown(samples, _DECODE)
             known &= grown is not None
             if grown is not None:
                 output += grown.get(_DECODE[0], 0.0)
@@ -93,25 +114,3 @@ class Fleet:
         if seconds is None or seconds <= 0 or not known or not any(self.engines):
             return None
         return Load(seconds, prefills, computed, requests, prompts, output, queued, waiting)
-
-    def _read(self, engine: _Engine) -> Samples | None:
-        try:
-            samples = parse(
-                self._fetch(engine.url + "/metrics"),
-                {*_PREFILL, *_DECODE, "vllm:num_requests_waiting"},
-            )
-        except (OSError, urllib.error.URLError, ValueError):
-            engine.alive = False
-            engine.before = {}
-            return None
-        engine.alive = True
-        return samples
-
-
-def _grown(engine: _Engine, samples: Samples, names: Sequence[str]) -> dict[str, float] | None:
-    """Return by how much counters have grown; None at the first look or after a restart."""
-    now = {name: value for name in names if (value := samples.total(name)) is not None}
-    before, engine.before = engine.before, now
-    if not before or any(now.get(name, 0.0) < value for name, value in before.items()):
-        return None
-    return {name: value - before.get(name, 0.0) for name, value in now.items()}

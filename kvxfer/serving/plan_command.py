@@ -9,14 +9,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvxfer.errors import InvalidError
 from kvxfer.serving import watch_command
+from kvxfer.serving.checks import positive
 from kvxfer.serving.cost_model import Link
-from kvxfer.serving.fit import fit
+from kvxfer.serving.fit import Costs, fit
 from kvxfer.serving.goodput import Promise
+from kvxfer.serving.live import Fetch, fetch
+from kvxfer.serving.metered import Meter, Metered, fit_metered
 from kvxfer.serving.options import add_load_arguments, workload_of
 from kvxfer.serving.placement import judge
 from kvxfer.serving.planner import Plan, Question, plan, router_of, shifts
@@ -116,18 +120,48 @@ def _plot(answer: Plan) -> str:
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer plan fit``."""
-    parser.add_argument("log", help="vLLM request log, or a result of vllm bench with its details")
+    parser.add_argument(
+        "log", nargs="?", help="vLLM request log, or a result of vllm bench with its details"
+    )
     parser.add_argument("--batch-tokens", type=int, required=True, help="max_num_batched_tokens")
-    parser.add_argument("--first", type=int, help="fit only to the first requests")
-    parser.add_argument("--engines", type=int, default=1, help="data parallel ranks behind the log")
+    parser.add_argument("--first", type=int, help="of a log: fit only to the first requests")
+    parser.add_argument(
+        "--engines", type=int, default=1, help="of a log: data parallel ranks behind it"
+    )
+    parser.add_argument(
+        "--metrics",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of a vLLM engine under load, instead of a log; may be repeated for equal ones",
+    )
+    parser.add_argument("--interval", type=float, default=10.0, help="of metrics: seconds")
+    parser.add_argument("--count", type=int, default=30, help="of metrics: looks at each engine")
 
 
-def run_fit(options: argparse.Namespace) -> int:
+def run_fit(
+    options: argparse.Namespace,
+    sleep: Callable[[float], None] = time.sleep,
+    fetch: Fetch = fetch,
+) -> int:
     """Fit and print costs as a setup has them; return the exit status."""
-    costs = fit(read_served(options.log), options.batch_tokens, options.first, options.engines)
+    if (options.log is None) == (not options.metrics):
+        raise InvalidError("give either a log, or engines with --metrics")
+    costs: Costs | Metered
+    if options.log is not None:
+        costs = fit(read_served(options.log), options.batch_tokens, options.first, options.engines)
+    else:
+        positive("--interval", options.interval)
+        meters = [Meter(url, fetch) for url in options.metrics]
+        looks = [meter.look() for meter in meters]
+        for _ in range(options.count):
+            sleep(options.interval)
+            looks += [meter.look() for meter in meters]
+        costs = fit_metered([look for look in looks if look is not None], options.batch_tokens)
     found = {
-        "prefill": dataclasses.asdict(costs.prefill),
-        "decode": dataclasses.asdict(costs.decode),
+        name: dataclasses.asdict(cost)
+        for name, cost in (("prefill", costs.prefill), ("decode", costs.decode))
+        if cost is not None
     }
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
     sys.stderr.write(f"mean error of the fitted durations: {costs.error:.1%}\n")
