@@ -13,14 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
+from kvxfer._help import manual
+
 _SHELLS = ("bash", "zsh", "fish")
 _ABOUT = """\
 Prints what makes a shell complete commands, options and their values. Put it where the shell reads
-it at its start:
-
-  bash   echo 'eval "$(kvxfer completion bash)"' >> ~/.bashrc
-  zsh    echo 'eval "$(kvxfer completion zsh)"' >> ~/.zshrc
-  fish   kvxfer completion fish > ~/.config/fish/completions/kvxfer.fish"""
+it at its start. Needs argcomplete."""
+_EXAMPLES = (
+    "echo 'eval \"$(kvxfer completion bash)\"' >> ~/.bashrc",
+    "echo 'eval \"$(kvxfer completion zsh)\"' >> ~/.zshrc",
+    "kvxfer completion fish > ~/.config/fish/completions/kvxfer.fish",
+)
 
 
 class _Command(Protocol):
@@ -30,10 +33,11 @@ class _Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="kvxfer completion",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = manual(
+        "kvxfer completion",
+        _ABOUT,
+        status={0: "it was printed", 2: "argcomplete is missing, or the shell is not known"},
+        examples=_EXAMPLES,
     )
     parser.add_argument("shell", choices=_SHELLS, help="the shell that will complete")
     options = parser.parse_args(arguments)

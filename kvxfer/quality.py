@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvxfer._help import manual
 from kvxfer.codecs import Codec
 from kvxfer.errors import Error
 
@@ -37,9 +38,17 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvxfer quality",
-        description="Measures what codecs cost a model, on K and V of its own for texts of yours.",
+    parser = manual(
+        "kvxfer quality",
+        "Measures what codecs cost a model, on K and V of its own for texts of yours: it prefills "
+        "each text, sends the cache through a codec, and compares the model's answers with those "
+        "that it gives on the cache as it was. Needs torch and transformers; nothing is "
+        "downloaded.",
+        status={0: "it was measured"},
+        examples=[
+            "kvxfer quality ./Qwen3-0.6B --prompts ./texts",
+            "kvxfer quality ./Qwen3-0.6B --prompts book.txt --codec int8 --tokens 4096 --json",
+        ],
     )
     parser.add_argument(
         "model",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvxfer._help import manual
 from kvxfer._terminal import printable
 from kvxfer.telemetry import TRACE_VERSION
 
@@ -212,17 +213,19 @@ def _record(event: Event, process: int, thread: int) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvxfer trace",
-        description=(
-            "Shows what an agent's flight recorder held: a file of Agent.dump_trace(), or one that "
-            "a failure left in KVXFER_TRACE_DIR. Files of both sides are put into one timeline, by "
-            "their hosts' clocks."
-        ),
-        epilog=(
-            "Events of a request's chunks are shown together, with the work that they were; --all "
-            "shows each. Times are milliseconds since the first event."
-        ),
+    parser = manual(
+        "kvxfer trace",
+        "Shows what an agent's flight recorder held: a file of Agent.dump_trace(), or one that a "
+        "failure left in KVXFER_TRACE_DIR. Files of both sides are put into one timeline, by their "
+        "hosts' clocks.",
+        more="Events of a request's chunks are shown together, with the work that they were; --all "
+        "shows each. Times are milliseconds since the first event.",
+        status={0: "it was shown, or written"},
+        examples=[
+            "kvxfer trace decode.jsonl prefill.jsonl          both sides, in one timeline",
+            "kvxfer trace decode.jsonl --request req-17 --all  one request, every chunk",
+            "kvxfer trace decode.jsonl --chrome out.json       for ui.perfetto.dev",
+        ],
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace")
     parser.add_argument("--all", action="store_true", help="a line for every chunk")

@@ -38,7 +38,7 @@ PUBLIC_HEADERS = {
     "agent.h": "engine",
 }
 # What pure Python in kvxfer/serving/ may use of the rest of the package.
-SERVING_MAY_IMPORT = ("kvxfer.serving", "kvxfer.errors")
+SERVING_MAY_IMPORT = ("kvxfer.serving", "kvxfer.errors", "kvxfer._help")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 PYTHON_SIDE = re.compile(r"(Python\.h$|pybind11/|torch/|ATen/|c10/)")

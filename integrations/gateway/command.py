@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
+from kvxfer._help import manual
 from kvxfer.errors import InvalidError
 from kvxfer.serving import Link, Slo
 from kvxfer.serving.setup_file import read_setup
@@ -151,11 +152,18 @@ def entries_of(options: argparse.Namespace) -> tuple[Entry, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="kvxfer gateway",
-        description=__doc__,
-        epilog=f"Keys are read from the environment: {KEYS} (those of clients, separated by "
+    parser = manual(
+        "kvxfer gateway",
+        "One address in front of prefill and decode engines: it takes requests as an engine does, "
+        "has their prefill done where that is faster, and sends them on. Engines that fail are "
+        "left alone, and tried again.",
+        more=f"Keys are read from the environment: {KEYS} (those of clients, separated by "
         f"spaces), {ENGINE_KEY} (what the engines want), {ADMIN_KEY} (opens /admin).",
+        status={0: "it was told to end", 1: "it could not start, or a setting is no good"},
+        examples=[
+            "kvxfer gateway --prefill http://p1:8100 --decode http://d1:8200",
+            "kvxfer gateway --engines engines.json --host 0.0.0.0 --port 8000 --flow concurrent",
+        ],
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)

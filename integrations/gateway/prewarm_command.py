@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvxfer._help import manual
 from kvxfer.errors import InvalidError
 
 from .command import (
@@ -137,10 +138,16 @@ async def _directly(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="kvxfer prewarm",
-        description=__doc__,
-        epilog=f"The environment has {ADMIN_KEY} for --gateway, {ENGINE_KEY} for engines.",
+    parser = manual(
+        "kvxfer prewarm",
+        "Puts common prefixes, such as system prompts, into decode engines' caches ahead of need: "
+        "through a gateway, or with engines that are named.",
+        more=f"The environment has {ADMIN_KEY} for --gateway, {ENGINE_KEY} for engines.",
+        status={0: "all are there", 1: "a value or file is no good", 3: "some are not there"},
+        examples=[
+            "kvxfer prewarm prefixes.jsonl --gateway http://127.0.0.1:8000 --keep 3600",
+            "kvxfer prewarm prefixes.jsonl --prefill http://p1:8100 --decode http://d1:8200",
+        ],
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)

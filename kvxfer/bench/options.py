@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import Any
 
+from kvxfer._help import help_texts, manual
 from kvxfer.bench.case import (
     ELEMENT_BYTES,
     MEMORIES,
@@ -21,43 +22,55 @@ from kvxfer.bench.numbers import listed, one_of, parse_bytes, parse_count, parse
 DEFAULT_ADDRESS = "127.0.0.1:7710"
 _WITHIN = 40.0  # seconds
 
-_ABOUT = """\
-Measures what transfers of KV caches reach, between two processes or two hosts.
-
-  kvxfer bench local                      both sides on this host, in one command
-  kvxfer bench serve 0.0.0.0:7710         on the one host (with KVXFER_SECRET set on both)
-  kvxfer bench run 10.0.0.5:7710          on the other"""
-
+_ABOUT = "Measures what transfers of KV caches reach, between two processes or two hosts."
 _RUN_ABOUT = """\
 Every option that takes a list runs all combinations. Lists have commas between their values; sizes
 are 4096, 16KiB or 1M (powers of 1024), counts 128, 34k or 1M (powers of 1000)."""
 
-_RUN_EPILOG = """\
-examples:
-  %(prog)s --transport tcp --block 16KiB --blocks 128,1k,8k,34k --plot tcp.png
-  %(prog)s --model llama-3-70b --tp 8 --tokens 32768 --codec raw,int8
-  %(prog)s --json > figures.jsonl
-
+_RUN_MORE = """\
 Without --block, --blocks and --model two large transfers of 16 KiB blocks and two of one block run,
-over shm and tcp. The exit status is 0; 1 when a byte was wrong; 2 when something failed or could
-not be had; 130 when it was interrupted. In each case nothing is left behind on either side."""
+over shm and tcp.
+
+GB/s are 1e9 bytes of KV a second, latencies microseconds. Nothing is left behind on either side,
+however it ends."""
+_STATUS = {
+    0: "all was measured, and every byte was as it should be",
+    1: "a byte was wrong",
+    2: "something failed, or could not be had",
+}
+_EXAMPLES = (
+    "{} --transport tcp --blocks 128,1k,8k,34k,112k --plot tcp.png",
+    "{} --model llama-3-70b --tp 8 --tokens 32768 --codec raw,int8",
+    "{} --in-flight 1,4 --threads 1,2 --json > figures.jsonl",
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all three commands."""
-    top = argparse.ArgumentParser(
-        prog="kvxfer bench",
-        description=_ABOUT,
-        epilog="kvxfer bench COMMAND --help has a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    top = manual(
+        "kvxfer bench",
+        _ABOUT,
+        more="kvxfer bench COMMAND --help has a command's options.",
+        status=_STATUS,
+        examples=[
+            "kvxfer bench local                      both sides on this host, in one command",
+            "kvxfer bench serve 0.0.0.0:7710         on the one host (with KVXFER_SECRET on both)",
+            "kvxfer bench run 10.0.0.5:7710          on the other",
+        ],
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve",
         help="have caches for the other side to fetch from",
-        description=(
-            "Waits for `kvxfer bench run`, and serves one after the other, until interrupted. "
-            "Settings come from the environment: KVXFER_SECRET, KVXFER_INTERFACE and so on."
+        **help_texts(
+            "Waits for `kvxfer bench run` and for `kvxfer doctor --peer`, and serves one after the "
+            "other, until interrupted. Settings come from the environment: KVXFER_SECRET, "
+            "KVXFER_INTERFACE and so on.",
+            status={0: "it has served, with --once", 130: "it was interrupted, which is its end"},
+            examples=(
+                "kvxfer bench serve                                     for this host",
+                "KVXFER_SECRET=... kvxfer bench serve 0.0.0.0:7710      for others",
+            ),
         ),
     )
     serve.add_argument(
@@ -72,17 +85,13 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="fetch from a serving side, check and time",
-        description=f"Fetches from `kvxfer bench serve`, checks and times.\n\n{_RUN_ABOUT}",
-        epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **_run_help("Fetches from `kvxfer bench serve`, checks and times.", "run 10.0.0.5:7710"),
     )
     run.add_argument("address", metavar="HOST:PORT", help="where the other side listens")
     local = commands.add_parser(
         "local",
         help="both sides on this host",
-        description=f"Starts the serving side itself, fetches, checks and times.\n\n{_RUN_ABOUT}",
-        epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **_run_help("Starts the serving side itself, fetches, checks and times.", "local"),
     )
     for command in (run, local):
         _add_run_options(command)
@@ -90,6 +99,15 @@ def parser() -> argparse.ArgumentParser:
         "--no-rivals", action="store_true", help="leave NIXL out, though this Python has it"
     )
     return top
+
+
+def _run_help(about: str, command: str) -> dict[str, Any]:
+    return help_texts(
+        f"{about}\n\n{_RUN_ABOUT}",
+        more=_RUN_MORE,
+        status=_STATUS,
+        examples=[example.format(f"kvxfer bench {command}") for example in _EXAMPLES],
+    )
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:

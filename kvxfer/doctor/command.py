@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kvxfer._help import manual
 from kvxfer.errors import Error
 
 _ABOUT = """\
@@ -17,28 +18,23 @@ Looks at what was built and which libraries there are, GPUs, RDMA adapters and h
 connected, whether adapters can reach GPU memory, and the host's limits; then moves a pattern over
 each path there is and compares every byte. What would hurt comes with its reason and its remedy."""
 _MORE = """\
-exit status:
-  0  nothing would hurt
-  1  something would; the last line names it
-  2  the command was not understood, or could not be carried out
-
-examples:
-  kvxfer doctor
-  kvxfer doctor --json | jq '.findings[] | select(.state == "bad")'
-  KVXFER_SECRET=... kvxfer doctor --listen 0.0.0.0:7470       on one host
-  KVXFER_SECRET=... kvxfer doctor --peer HOST:7470            on the other
-  kvxfer doctor --record here.json; kvxfer doctor --root here.json
-
 A recording holds names, addresses and settings of the host, and no secrets. Some of what is
 looked at is for root to read: with sudo the doctor sees more."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvxfer doctor",
-        description=_ABOUT,
-        epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = manual(
+        "kvxfer doctor",
+        _ABOUT,
+        more=_MORE,
+        status={0: "nothing would hurt", 1: "something would; the last line names it"},
+        examples=[
+            "kvxfer doctor",
+            "kvxfer doctor --json | jq '.findings[] | select(.state == \"bad\")'",
+            "KVXFER_SECRET=... kvxfer doctor --listen 0.0.0.0:7470       on one host",
+            "KVXFER_SECRET=... kvxfer doctor --peer HOST:7470            on the other",
+            "kvxfer doctor --record here.json; kvxfer doctor --root here.json",
+        ],
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="print only what would hurt")

@@ -12,6 +12,7 @@ from kvxfer.serving.traces import read_trace
 from kvxfer.serving.workload import Length, Workload, fixed, generate, lognormal
 
 _FLEET = re.compile(r"(?:(\d+)P(\d+)D)?\+?(?:(\d+)A)?")
+STATUS = {0: "the answer was printed", 1: "the setup, the trace or a value is no good"}
 LONGEST = 1_000_000
 """Where generated lengths are cut off."""
 

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from kvxfer._help import manual
 from kvxfer.errors import InvalidError
 from kvxfer.serving import watch_command
 from kvxfer.serving.checks import positive
@@ -21,7 +23,7 @@ from kvxfer.serving.fit import Costs, fit
 from kvxfer.serving.goodput import Promise
 from kvxfer.serving.live import Fetch, fetch
 from kvxfer.serving.metered import Meter, Metered, fit_metered
-from kvxfer.serving.options import add_load_arguments, workload_of
+from kvxfer.serving.options import STATUS, add_load_arguments, workload_of
 from kvxfer.serving.placement import judge
 from kvxfer.serving.planner import Plan, Question, plan, router_of, shifts
 from kvxfer.serving.report import candidate_row, curve_svg, plan_text
@@ -29,6 +31,40 @@ from kvxfer.serving.setup_file import read_setup
 from kvxfer.serving.sim import Role, simulate
 from kvxfer.serving.traces import read_served
 
+_INFEASIBLE = {3: "no number of engines that there are meets the SLO"}
+_MANUALS: dict[str, Any] = {
+    "": {
+        "about": "Says how many engines of which kind (prefill, decode, both in one) serve the "
+        "most requests within the SLO, and why; the best candidates are simulated. Step times and "
+        "link come from the setup, rates are requests a second.\n\n"
+        "kvxfer plan fit finds the step times of what engines have served; kvxfer plan watch "
+        "advises while engines serve. Each has a --help.",
+        "status": {**STATUS, **_INFEASIBLE},
+        "examples": [
+            "kvxfer plan setup.json --gpus 16",
+            "kvxfer plan setup.json --gpus 16 --serve 8 --trace trace.jsonl --plot plan.svg",
+            "kvxfer plan setup.json --gpus 8 --placement rack=11e9 --placement far=1.1e9",
+        ],
+    },
+    "fit": {
+        "about": "Finds what the steps of engines cost, from a log of what they have served or "
+        "from their metrics, for the setup of kvxfer plan: JSON on the standard output, the mean "
+        "error on the other.",
+        "status": STATUS,
+        "examples": [
+            "kvxfer plan fit requests.jsonl --batch-tokens 8192 > costs.json",
+            "kvxfer plan fit --metrics http://d1:8200 --batch-tokens 8192 > costs.json",
+        ],
+    },
+    "watch": {
+        "about": "Reads live metrics of engines, and advises a ratio of prefill to decode engines "
+        "as the load changes, until it is interrupted.",
+        "status": STATUS,
+        "examples": [
+            "kvxfer plan watch setup.json --prefill http://p1:8100 --decode http://d1:8200 --gpus 8"
+        ],
+    },
+}
 CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.2)
 """Parts of its goodput at which a candidate's latency is plotted."""
 
@@ -172,11 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given[:1] in (["fit"], ["watch"]) else ""
-    parser = argparse.ArgumentParser(
-        prog=f"kvxfer plan {name}".strip(),
-        description=watch_command.__doc__ if name == "watch" else __doc__,
-        epilog=None if name else "kvxfer plan fit --help, kvxfer plan watch --help",
-    )
+    parser = manual(f"kvxfer plan {name}".strip(), **_MANUALS[name])
     add, start = {
         "": (add_arguments, run),
         "fit": (add_fit_arguments, run_fit),

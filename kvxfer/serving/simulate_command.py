@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from kvxfer._help import manual
 from kvxfer.errors import InvalidError
-from kvxfer.serving.options import add_load_arguments, fleet_of, workload_of
+from kvxfer.serving.options import STATUS, add_load_arguments, fleet_of, workload_of
 from kvxfer.serving.report import simulated_row, table
 from kvxfer.serving.setup_file import Setup, read_setup
 from kvxfer.serving.sim import (
@@ -64,7 +65,18 @@ def router_of(name: str, setup: Setup) -> Router:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(prog="kvxfer simulate", description=__doc__)
+    parser = manual(
+        "kvxfer simulate",
+        "Says what a fleet of engines does with a load, under one policy of where to prefill or "
+        "under all of them: time to first token and per token, requests within the SLO, how busy "
+        "the engines are. The load is a trace, or generated. Nothing is run: step times come from "
+        "the setup.",
+        status=STATUS,
+        examples=[
+            "kvxfer simulate setup.json --fleet 2P1D --rate 4",
+            "kvxfer simulate setup.json --fleet 2P1D+1A --policy all --trace trace.jsonl --json",
+        ],
+    )
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:

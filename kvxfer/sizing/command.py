@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from kvxfer._help import manual
 from kvxfer.errors import InvalidError
 from kvxfer.sizing.builtin import CONFIGS
 
@@ -14,25 +15,26 @@ _ABOUT = """\
 Says how many bytes of KV cache a request of a model has, by element type and codec, how long
 links take to carry them from the prefill to the decode side, and up to which prefill rate that
 time can be hidden by sending each layer as soon as it is computed."""
-_EXAMPLES = """\
+_MORE = """\
 built-in models:
   {models}
-
-examples:
-  kvxfer size llama-3-70b --tokens 32k --tp 8
-  kvxfer size ./my-model/config.json --codec int8 --codec 'tiered(recent=1000, codec=int8)'
-  kvxfer size deepseek-r1 --link lab=3.8GB/s --prefill-rate 20000
 
 Bytes are exact but for chunk headers (64 bytes in 100 KiB and more). Rates are nameplates: what a
 link of yours carries, kvxfer bench measures; give that with --link."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvxfer size",
-        description=_ABOUT,
-        epilog=_EXAMPLES.format(models=_wrapped(list(CONFIGS))),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = manual(
+        "kvxfer size",
+        _ABOUT,
+        more=_MORE.format(models=_wrapped(list(CONFIGS))),
+        status={0: "all is said"},
+        examples=[
+            "kvxfer size llama-3-70b --tokens 32k --tp 8",
+            "kvxfer size ./my-model/config.json --codec int8 "
+            "--codec 'tiered(recent=1000, codec=int8)'",
+            "kvxfer size deepseek-r1 --link lab=3.8GB/s --prefill-rate 20000",
+        ],
     )
     model = parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="config.json, the folder it is in, or a name"
