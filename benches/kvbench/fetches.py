@@ -76,22 +76,24 @@ def _fetch(
         if streams:
             sockets = stack.enter_context(Sockets(settings.native, nbytes, settings.pages, streams))
             contenders.append(sockets.contender())
-        nixl = None
+        nixl, why = None, HOW_TO_INSTALL
         if settings.nixl_python is not None:
-            nixl = stack.enter_context(
-                NixlPair(settings.nixl_python, nixl_transport, 2 * nbytes, settings.pages)
-            )
-            key, operation = best_operation(nixl, run_bytes, runs)
-            contenders.append(nixl.contender(key))
-            nixl_name = f"{nixl.name}, {operation}"
+            try:
+                nixl = stack.enter_context(
+                    NixlPair(settings.nixl_python, nixl_transport, 2 * nbytes, settings.pages)
+                )
+                key, operation = best_operation(nixl, run_bytes, runs)
+                contenders.append(nixl.contender(key))
+                nixl_name = f"{nixl.name}, {operation}"
+            except ChildError as error:
+                nixl, why = None, str(error)
         others = _add_others(settings, stack, transport, run_bytes, contenders)
         measured = interleave(contenders, settings.repetitions)
         consumer.check(runs)
         cpu = {n: s.cpu_seconds_per_gb(nbytes) for n, s in measured.series.items()}
         idle = {"kvxfer": consumer.idle_cores(IDLE_SECONDS)}
-        why = measured.failed.get("nixl", HOW_TO_INSTALL)
         if "nixl" in measured.failed:
-            nixl = None
+            nixl, why = None, measured.failed["nixl"]
         if nixl is not None:
             nixl.check(key)
             idle["nixl"] = nixl.idle_cores(IDLE_SECONDS)
@@ -185,7 +187,9 @@ def best_operation(
     """The key of NIXL's faster way to move these runs: it depends on transport and machine."""
     keys = {pair.prepare(run_bytes, runs, operation): operation for operation in OPERATIONS}
     tried = interleave([pair.contender(key, key) for key in keys], repetitions)
-    best = min(keys, key=lambda key: statistics.median(tried.series[key].seconds))
+    if not tried.series:
+        raise ChildError("; ".join(tried.failed.values()))
+    best = min(tried.series, key=lambda key: statistics.median(tried.series[key].seconds))
     return best, keys[best]
 
 
@@ -271,13 +275,14 @@ def _latency_results(
     for suffix, q in (("", 0.5), ("_p99", 0.99)):
         ours = [_quantile(times, q) for times in measured.series["kvxfer"].samples]
         everything = [x for times in measured.series["kvxfer"].samples for x in times]
-        compared: list[Operation | None] = [*operations] or [None]
+        lasted = [operation for operation in operations if operation in measured.series]
+        compared: list[Operation | None] = [*lasted] or [None]
         for operation in compared:
             result = Result(
                 name + suffix,
                 _quantile(everything, q),
                 "us",
-                HOW_TO_INSTALL,
+                "; ".join(measured.failed.values()) or HOW_TO_INSTALL,
                 None,
                 None,
                 len(everything),
