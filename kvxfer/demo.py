@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvxfer._help import manual
+from kvxfer._numbers import positive
 from kvxfer._progress import ProgressLine
 from kvxfer.config import Config
 from kvxfer.errors import Error
@@ -27,13 +28,6 @@ _HEADER = _ROW.format(
 )
 _MODELS = ("llama-3-8b", "llama-3-70b-tp8", "deepseek-r1")
 _TRANSPORTS = ("shm", "tcp")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,10 +50,10 @@ def _parser() -> argparse.ArgumentParser:
         "--transport", action="append", choices=_TRANSPORTS, help="only this one; may be repeated"
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=4096, metavar="N", help="of the request (default 4096)"
+        "--tokens", type=positive, default=4096, metavar="N", help="of the request (default 4096)"
     )
     parser.add_argument(
-        "--repeat", type=_positive, default=3, metavar="N", help="timed fetches (default 3)"
+        "--repeat", type=positive, default=3, metavar="N", help="timed fetches (default 3)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     return parser

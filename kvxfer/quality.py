@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvxfer._help import manual
+from kvxfer._numbers import positive
 from kvxfer.codecs import Codec
 from kvxfer.errors import Error
 
@@ -28,13 +29,6 @@ _CODECS = ("raw", "fp8_e4m3", "int8", "tiered(recent=256)")
 
 class QualityError(Error):
     """Something that the command needs is missing or does not fit."""
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,14 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"measure this one; may be repeated (default {', '.join(_CODECS)})",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=_positive, default=1024, metavar="N", help="of a prompt (default 1024)"
+        "--tokens", type=positive, default=1024, metavar="N", help="of a prompt (default 1024)"
     )
     parser.add_argument(
-        "--continue", type=_positive, default=64, metavar="M", dest="following",
+        "--continue", type=positive, default=64, metavar="M", dest="following",
         help="tokens of the text after the prompt, on which answers are compared (default 64)",
     )  # fmt: skip
     parser.add_argument(
-        "--passages", type=_positive, default=1, metavar="N",
+        "--passages", type=positive, default=1, metavar="N",
         help="take up to this many passages from each file, evenly spaced (default 1)",
     )  # fmt: skip
     parser.add_argument(
@@ -83,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the model computes in; bfloat16 is faster on some machines, but its rounding "
         "then is part of what is measured (default float32)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=_positive, metavar="N", help="for the model's arithmetic")
+    parser.add_argument("--threads", type=positive, metavar="N", help="for the model's arithmetic")
     parser.add_argument("--layers", action="store_true", help="print figures for each layer too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw it too")

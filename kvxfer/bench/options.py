@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from kvxfer._help import help_texts, manual
+from kvxfer._numbers import listed, one_of, parse_bytes, parse_count, parse_seconds
 from kvxfer.bench.case import (
     ELEMENT_BYTES,
     MEMORIES,
@@ -17,7 +18,6 @@ from kvxfer.bench.case import (
     Case,
     plain_case,
 )
-from kvxfer.bench.numbers import listed, one_of, parse_bytes, parse_count, parse_seconds
 
 DEFAULT_ADDRESS = "127.0.0.1:7710"
 _WITHIN = 40.0  # seconds

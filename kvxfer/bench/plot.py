@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvxfer._numbers import format_bytes
 from kvxfer.bench.case import BenchError, Case
-from kvxfer.bench.numbers import format_bytes
 from kvxfer.bench.result import Result
 
 

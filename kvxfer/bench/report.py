@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from kvxfer._numbers import format_bytes
 from kvxfer._terminal import printable
 from kvxfer.bench.case import Case
-from kvxfer.bench.numbers import format_bytes
 from kvxfer.bench.result import Result, Rival
 from kvxfer.handshake import Frame
 

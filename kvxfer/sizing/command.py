@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kvxfer._help import manual
+from kvxfer._numbers import positive
 from kvxfer.errors import InvalidError
 from kvxfer.sizing.builtin import CONFIGS
 
@@ -46,14 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tp",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="tensor-parallel degree (default 1); kv heads are replicated beyond their number",
     )
     parser.add_argument(
         "--links",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="links that the ranks of an engine share (default: each has its own)",
     )
@@ -96,16 +97,9 @@ def _wrapped(names: list[str]) -> str:
     return ",\n  ".join(lines)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
 def _tokens(text: str) -> int:
     thousands = text[-1:] in ("k", "K")
-    value = _positive(text[:-1]) << 10 if thousands else _positive(text)
+    value = positive(text[:-1]) << 10 if thousands else positive(text)
     if value >= 1 << 32:
         raise ValueError(text)
     return value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer._numbers import format_bytes, listed, parse_bytes, parse_count
 from kvxfer.bench.case import BenchError, Case, WrongBytesError, plain_case
-from kvxfer.bench.numbers import format_bytes, listed, parse_bytes, parse_count
 from kvxfer.bench.pool import TOLERANCE, Pool, block_tables
 
 

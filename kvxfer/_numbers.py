@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them."""
+"""Sizes and counts as people write them on command lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from typing import TypeVar
 _T = TypeVar("_T")
 _SIZE = re.compile(r"(\d+)\s*(?:([kmg])(?:i?b)?|b)?", re.IGNORECASE)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def parse_bytes(text: str) -> int:
