@@ -104,7 +104,7 @@ bench: build  ## measure beside NIXL, Mooncake, UCX, sockets, memcpy; write docs
 	@$(PY) benches/bench_suite.py $(ARGS)
 
 bench-micro: test-tools build  ## time plans, packing, codecs, digest, messages (pytest-benchmark)
-	@$(PY) -m pytest benches/micro --benchmark-only $(ARGS)
+	@$(PY) -m pytest benches/micro --benchmark-only --timeout 600 $(ARGS)
 
 bench-peers-setup:  ## install the rivals that the benchmark compares with into .venv-peers (1.3 GB)
 	@python3 -m venv .venv-peers

@@ -33,7 +33,8 @@ def test_codec(benchmark: Any, variant: str, codec: str, direction: str, nbytes:
     target.poison()
     coder.encode()
     work = coder.encode if direction == "encode" else lambda: decoder.decode(coder)
-    benchmark.pedantic(work, rounds=3 if variant == "scalar" else 15, warmup_rounds=1)
+    rounds = 3 if variant == "scalar" else 5 if nbytes > MIB else 15
+    benchmark.pedantic(work, rounds=rounds, warmup_rounds=1)
     if benchmark.stats is not None:  # it is with --benchmark-disable
         benchmark.extra_info["GBps"] = round(nbytes / benchmark.stats.stats.median / 1e9, 3)
     decoder.decode(coder)
