@@ -238,6 +238,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="for a look, not for figures")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))  # proxies end too
     cores = sorted(os.sched_getaffinity(0))
     apart = len(cores) > 1
     if apart:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 import tempfile
 import threading
@@ -149,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=30)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))  # engines end too
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         model = write_model(logs / "model", positions=8192)
