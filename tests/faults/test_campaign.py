@@ -2,44 +2,105 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
-from faults.campaign.driver import Finding, Outcome, run
+from faults.campaign import network
+from faults.campaign.draw import draw_schedule
+from faults.campaign.driver import run
+from faults.campaign.outcome import Finding, Outcome
+from faults.campaign.proxy import Proxy
 from faults.campaign.report import show, summary
-from faults.campaign.schedule import TRANSPORTS, Schedule, Step, draw_schedule
-from faults.campaign.shrink import as_test, shrink
-
-STEPS = 30
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_round(transport: str) -> None:
-    outcome = run(draw_schedule(7, transport, STEPS))
-    assert outcome.findings == []
-    assert outcome.fetches["OK"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("sabotage", "kind"), [("wrong", "wrong"), ("late", "late"), ("leak", "leak")]
+from faults.campaign.schedule import (
+    CONTENT,
+    HEADS,
+    LAYERS,
+    TRANSPORTS,
+    AgentPlan,
+    OfferPlan,
+    Schedule,
+    Step,
 )
-def test_what_goes_wrong_is_noticed(sabotage: str, kind: str) -> None:
+from faults.campaign.shrink import as_test, shrink
+from faults.campaign.watch import HANDSHAKE, KINDS
+from kvtest.agents import LONG, consumer, producer
+from kvtest.caches import Geometry, Paged
+
+import kvxfer
+from kvxfer import AgentRef
+
+_SIDE = Geometry(layers=LAYERS, content=CONTENT, heads=HEADS, num_blocks=64)
+_FETCH = {"number": 0, "consumer": "decode", "skip": 0, "timeout": 60.0, "codec": "raw"}
+
+
+def _simple(transport: str, *steps: Step) -> Schedule:
+    """Two agents, an offer that is fetched, and more."""
+    agents = (AgentPlan("prefill", "producer", _SIDE), AgentPlan("decode", "consumer", _SIDE))
+    offers = (OfferPlan(("prefill",), 40, consumers=2), OfferPlan(("prefill",), 16))
+    work = (Step(0.0, "offer", {"number": 0}), Step(0.0, "fetch", {**_FETCH, "id": 0}))
+    return Schedule(1, transport, agents, offers, (*work, *steps))
+
+
+_NEVER_OFFERED = Step(0.0, "fetch", {**_FETCH, "id": 9, "number": 1, "timeout": 0.1})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sabotage", [None, "wrong", "late", "leak"])
+def test_what_goes_wrong_is_noticed(sabotage: str | None) -> None:
     """The controls: a flipped bit, a handle that lasts too long, a descriptor that is kept."""
-    schedule = draw_schedule(7, "loopback", STEPS)
-    if sabotage == "late":
-        asked = {"id": 10_000, "number": 0, "consumer": "decode-0", "skip": 0, "codec": "raw"}
-        never_offered = [step for step in schedule.steps if step.args.get("number") != 0]
-        schedule = Schedule(
-            schedule.seed,
-            schedule.transport,
-            schedule.agents,
-            schedule.offers,
-            (Step(0.0, "fetch", {**asked, "timeout": 0.1}), *never_offered),
-        )
-    outcome = run(schedule, sabotage)
-    assert kind in {finding.kind for finding in outcome.findings}
+    outcome = run(_simple("loopback", _NEVER_OFFERED), sabotage)
+    assert {finding.kind for finding in outcome.findings} == ({sabotage} if sabotage else set())
+    assert outcome.fetches["OK"] >= 1
+
+
+@pytest.mark.timeout(300)
+def test_a_strike_at_its_moment() -> None:
+    """A producer dies when the second consumer's FETCH is on its way to it."""
+    strike = {"agent": "prefill", "producer": "prefill", "how": "kill", "at": "FETCH"}
+    again = Step(0.3, "fetch", {**_FETCH, "id": 1})
+    outcome = run(_simple("tcp", Step(1.0, "strike", {**strike, "seconds": 0.1}), again))
+    assert outcome.findings == []
+    assert outcome.faults == {"kill at FETCH": 1}
+    assert outcome.fetches["PEER_LOST"] == 1
+    assert len(outcome.detection["killed"]) == 1
+
+
+def test_what_passes_is_seen() -> None:
+    """All steps of a fetch over TCP, in the order of their kinds."""
+    seen: list[str] = []
+    with producer("tcp") as prefill, consumer("tcp") as decode:
+        proxy = Proxy()
+        proxy.target = prefill.address
+        for kind in KINDS:
+            proxy.watch(kind, functools.partial(seen.append, kind))
+        source, target = Paged(_SIDE, 1), Paged(_SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        reference = AgentRef(name="prefill", address=proxy.address)
+        ticket = kvxfer.issue_ticket("r", [reference], num_tokens=40)
+        offer = prefill.offer(source.cache, [0, 1, 2], ticket=ticket)
+        decode.fetch(ticket, target.cache, [2, 3, 4], timeout=LONG).wait()
+        offer.wait(LONG)
+        proxy.close()
+    assert seen[:4] == ["hello", "reply", "proof", "choice"]
+    assert set(seen) >= {*HANDSHAKE, "HELLO", "LAYOUT", "FETCH", "ACCEPT", "WRITE", "DONE"}
+
+
+@pytest.mark.timeout(300)
+def test_a_partition() -> None:
+    """Packets to a producer are lost: the heartbeats tell, and all works once it is over."""
+    if (why := network.missing()) is not None:
+        pytest.skip(f"no network namespaces here: {why}")
+    knobs = (("heartbeat_interval", 0.1), ("heartbeat_timeout", 0.5))
+    cut = Step(1.0, "cut", {"agent": "prefill", "direction": "up", "seconds": 1.5})
+    again = Step(0.0, "fetch", {**_FETCH, "id": 1})
+    schedule = _simple("namespaces", cut, again)
+    agents = tuple(dataclasses.replace(agent, knobs=knobs) for agent in schedule.agents)
+    outcome = run(dataclasses.replace(schedule, agents=agents, secret="s"))
+    assert outcome.findings == []
+    assert outcome.fetches["PEER_LOST"] == 1
+    assert len(outcome.detection["partitioned"]) == 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -159,7 +159,9 @@ DataStream::Failure DataStream::advance(Receiver& receiver, bool& go_on) {
 }
 
 DataStream::Failure DataStream::receive(Receiver& receiver) {
-  thread_local std::array<std::byte, 64u << 10> scratch;  // for what nobody wants
+  // For what nobody wants. On the stack: memory of threads that the C library has to find first
+  // ends the process where there is none.
+  std::array<std::byte, 64u << 10> scratch;
   bool go_on = true;
   for (uint64_t budget = kBytesPerTurn; go_on && budget > 0;) {
     std::byte* to = destination_;

@@ -8,6 +8,9 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
+
+from faults.campaign.watch import Watch
 
 from kvxfer.handshake import split_address
 
@@ -22,6 +25,7 @@ class _Pair:
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
         self.running = 2
+        self.watch = Watch()
         self.half = False
 
     def abort(self, sock: socket.socket) -> None:
@@ -49,6 +53,7 @@ class Proxy:
         self._open.set()
         self._delay = 0.0
         self._damage: list[tuple[str, str, random.Random]] = []
+        self._watched: list[tuple[str, Callable[[], None]]] = []
         self.corrupted: list[float] = []  # when a bit was flipped
         self._over = False
         threading.Thread(target=self._accept, daemon=True, name="campaign-proxy").start()
@@ -95,6 +100,25 @@ class Proxy:
         with self._lock:
             self._damage = [entry for entry in self._damage if entry[0] != how]
 
+    def watch(self, kind: str, action: Callable[[], None]) -> object:
+        """Do something, once, when a message of a kind is about to pass: see `watch.KINDS`."""
+        entry = (kind, action)
+        with self._lock:
+            self._watched.append(entry)
+        return entry
+
+    def forget(self, entry: object) -> None:
+        with self._lock:
+            self._watched = [other for other in self._watched if other is not entry]
+
+    def _see(self, pair: _Pair, direction: str, data: bytes) -> None:
+        with self._lock:
+            seen = pair.watch.feed(direction, data)
+            now = [entry for entry in self._watched if entry[0] in seen]
+            self._watched = [entry for entry in self._watched if entry not in now]
+        for _, action in now:
+            action()
+
     def _accept(self) -> None:
         with self._listening:
             while not self._over:
@@ -140,6 +164,7 @@ class Proxy:
                 if not data:
                     target.shutdown(socket.SHUT_WR)
                     break
+                self._see(pair, direction, data)
                 self._pass_on(target, self._damaged(data, direction))
         except OSError:
             # One end has gone: the other is told, unless it is not to know.

@@ -6,7 +6,7 @@ import json
 import statistics
 from typing import Any
 
-from faults.campaign.driver import FINDINGS, Outcome
+from faults.campaign.outcome import FINDINGS, Outcome
 
 
 def summary(outcome: Outcome, **about: Any) -> dict[str, Any]:

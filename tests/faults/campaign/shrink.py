@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from faults.campaign.driver import Finding, run
+from faults.campaign.driver import run
+from faults.campaign.outcome import Finding
 from faults.campaign.schedule import Schedule
 
 

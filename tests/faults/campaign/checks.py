@@ -1,0 +1,181 @@
+"""What only the process itself can check: bytes, deadlines, what is held."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+from faults.campaign import content
+from faults.campaign.shortage import Shortage
+from faults.campaign.state import Fetching, Place, State
+
+import kvxfer
+
+# Seconds that a handle may outlive its deadline before it counts as late: far above what a busy
+# machine needs, and measured by a clock that stands still while the process cannot run.
+SLACK = 5.0
+_HELD = 24  # verified fetches whose blocks are kept, to see whether somebody writes there later
+# The handshake's threads come and go; with them sockets.
+_PASSING = ("kvxfer-handshake", "kvxfer-connect", "campaign-flip")
+
+
+class Checks:
+    def __init__(self, state: State, shortage: Shortage) -> None:
+        self._state, self._shortage = state, shortage
+        self._ended: list[tuple[int, Fetching, float]] = []  # to be verified
+
+    def collect(self) -> None:
+        """Take note of what has ended, and check it."""
+        state, now = self._state, time.monotonic()
+        for place in state.places.values():
+            with contextlib.suppress(kvxfer.ClosedError):
+                place.agent.poll()
+        awake = state.clock.seconds
+        for at, fetching in list(state.fetches.items()):
+            done = fetching.fetch.done
+            if awake > fetching.deadline + SLACK and not fetching.reported:
+                fetching.reported = True
+                over = awake - fetching.deadline
+                state.say_fault(
+                    "late", f"fetch {at} of offer {fetching.number} is {over:.1f} s over"
+                )
+            if done:
+                del state.fetches[at]
+                self._ended.append((at, fetching, now))
+        self._collect_offers()
+        # Numpy needs memory: what has ended is checked when there is some.
+        while self._ended and "memory" not in self._shortage:
+            self._verify(*self._ended.pop(0))
+
+    def _collect_offers(self) -> None:
+        state = self._state
+        for key, offering in list(state.offers.items()):
+            if offering.offer.released:
+                del state.offers[key]
+                content.garble(offering.place.paged, offering.blocks)
+                offering.place.free += offering.blocks
+                status = offering.offer.status
+                assert status is not None
+                state.say({"event": "released", "number": key[0], "status": status.value})
+
+    def _verify(self, at: int, fetching: Fetching, when: float) -> None:
+        place = fetching.place
+        status = fetching.fetch.status
+        assert status is not None
+        report = fetching.fetch.report
+        event = {
+            "event": "ended",
+            "id": at,
+            "number": fetching.number,
+            "status": status.value,
+            "message": str(fetching.fetch.error or "")[:300],
+            "time": when,
+            "bytes": report.bytes,
+        }
+        if not fetching.blocks:
+            event["status"] = f"declined: {status.value}"
+        elif status is kvxfer.Status.OK:
+            codec = report.codec
+            if self._state.sabotage == "wrong":
+                g = place.plan.geometry
+                view = place.paged.view(g.layers[0], g.planes[0])
+                view[fetching.blocks[0], 0, fetching.first_slot, 0] ^= 1
+            self._check(place, at, fetching, codec, "when it ended")
+            if not fetching.shared:
+                place.held.append((fetching, codec))
+                if len(place.held) > _HELD:
+                    self.free_oldest(place)
+        elif not fetching.shared:
+            content.poison(place.paged, fetching.blocks)
+            place.free += fetching.blocks
+        self._state.say(event)
+
+    def _check(self, place: Place, at: int, fetching: Fetching, codec: str, moment: str) -> None:
+        wrong = content.wrong_elements(
+            place.paged,
+            fetching.blocks,
+            fetching.number,
+            self._state.plans[fetching.number],
+            self._state.sources[fetching.number],
+            fetching.tokens,
+            fetching.first_slot,
+            codec,
+        )
+        if wrong:
+            self._state.say_fault(
+                "wrong",
+                f"{place.plan.name}: {wrong} elements of offer {fetching.number} ({codec}, tokens "
+                f"{fetching.tokens}) differ {moment}; fetch {at}",
+            )
+
+    def expect_untouched(self, place: Place, blocks: list[int], which: str) -> None:
+        if not content.poisoned(place.paged, blocks):
+            self._state.say_fault("wrong", f"{place.plan.name}: {which} {blocks} were written into")
+            content.poison(place.paged, blocks)
+
+    def free_oldest(self, place: Place) -> None:
+        fetching, codec = place.held.pop(0)
+        self._check(place, -1, fetching, codec, "some time after it ended")
+        content.poison(place.paged, fetching.blocks)
+        place.free += fetching.blocks
+
+    def free_held(self, place: Place) -> None:
+        while place.held:
+            self.free_oldest(place)
+
+    def end_bursts(self) -> None:
+        bursts = self._state.bursts
+        for at, running in list(bursts.items()):
+            if all(fetching.fetch.done for fetching in running):
+                del bursts[at]
+                place = running[0].place
+                content.poison(place.paged, running[0].blocks)
+                place.free += running[0].blocks
+
+    def measure(self) -> None:
+        """Say what is held. A fleet at rest holds nothing but its connections."""
+        self.collect()
+        self.end_bursts()
+        state = self._state
+        held = {}
+        for name, place in state.places.items():
+            if not state.fetches:
+                self.free_held(place)
+            held[name] = _held_by(place)
+            if place.plan.role == "consumer" and not state.fetches:
+                self.expect_untouched(place, sorted(place.free), "free blocks")
+        gc.collect()
+        CDLL(None).malloc_trim(0)
+        names = [thread.name for thread in threading.enumerate()]
+        state.say(
+            {
+                "event": "measured",
+                "handles": len(state.fetches) + len(state.offers),
+                "held": held,
+                "busy": sum(name in _PASSING for name in names) + len(self._shortage),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+                "memory": int(Path("/proc/self/statm").read_text().split()[1])
+                * os.sysconf("SC_PAGE_SIZE"),
+                "awake": state.clock.seconds,
+            }
+        )
+
+
+def _held_by(place: Place) -> dict[str, Any]:
+    stats = place.agent.stats
+    return {
+        "offers": stats.offers,
+        "serving": stats.serving,
+        "fetches": stats.fetches,
+        "slots": stats.slots - stats.free_slots,
+        "quarantined": stats.quarantined_slots,
+        "blocks": place.plan.geometry.num_blocks - len(place.free),
+        "peers": stats.peers,
+    }

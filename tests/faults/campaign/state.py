@@ -1,0 +1,79 @@
+"""What a node knows: its agents, their caches, what they have under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from faults.campaign.schedule import AgentPlan, OfferPlan
+from kvtest.caches import Geometry, Paged
+
+import kvxfer
+
+
+class AwakeClock(threading.Thread):
+    """Seconds in which this process could run: it stands still while the process is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="campaign-clock")
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(0.02)
+            now = time.monotonic()
+            self.seconds += min(now - before, 0.1)
+            before = now
+
+
+@dataclasses.dataclass
+class Place:
+    """An agent with its cache."""
+
+    plan: AgentPlan
+    agent: kvxfer.Agent
+    paged: Paged
+    free: list[int]
+    held: list[tuple[Fetching, str]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Fetching:
+    place: Place
+    fetch: kvxfer.Fetch
+    number: int
+    blocks: list[int]
+    tokens: tuple[int, int]
+    first_slot: int
+    deadline: float  # of the awake clock
+    shared: bool = False  # its block belongs to a burst
+    reported: bool = False
+
+
+@dataclasses.dataclass
+class Offering:
+    place: Place
+    offer: kvxfer.Offer
+    blocks: list[int]
+
+
+@dataclasses.dataclass
+class State:
+    """`say` sends an event to the driver, `sabotage` is what to do wrong, see `Node`."""
+
+    say: Callable[[dict[str, Any]], None]
+    sabotage: str | None
+    clock: AwakeClock = dataclasses.field(default_factory=AwakeClock)
+    places: dict[str, Place] = dataclasses.field(default_factory=dict)
+    plans: dict[int, OfferPlan] = dataclasses.field(default_factory=dict)
+    sources: dict[int, Geometry] = dataclasses.field(default_factory=dict)
+    offers: dict[tuple[int, str], Offering] = dataclasses.field(default_factory=dict)
+    fetches: dict[int, Fetching] = dataclasses.field(default_factory=dict)
+    bursts: dict[int, list[Fetching]] = dataclasses.field(default_factory=dict)
+
+    def say_fault(self, what: str, why: str) -> None:
+        self.say({"event": "fault", "what": what, "why": why})
