@@ -38,8 +38,8 @@ test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" go
 	@echo "==> Python tests"
 	@$(PY) -m pytest tests $(ARGS)
 
-test-faults: build-tests  ## run the fault campaign for two minutes (ARGS="--seed 7" passes options on)
-	@PYTHONPATH=tests $(PY) -m faults.campaign --minutes 2 $(ARGS)
+test-faults: build-tests  ## run the fault campaign for 90 seconds (ARGS="--seed 7" passes options on)
+	@PYTHONPATH=tests $(PY) -m faults.campaign --minutes 1.5 --steps 60 $(ARGS)
 
 soak: build-tests  ## run the fault campaign for long (ARGS="--minutes 60 --json soak.json")
 	@PYTHONPATH=tests $(PY) -m faults.campaign --minutes 60 --steps 400 $(ARGS)

@@ -156,6 +156,18 @@ class Config:
     secret_file: str | None = _knob(
         "KVXFER_SECRET_FILE", None, "path", "file that holds the secret, where secret is not set"
     )
+    tls_cert: str | None = _knob(
+        "KVXFER_TLS_CERT",
+        None,
+        "path",
+        "our certificate with its chain, in PEM: puts handshakes under TLS, of both sides",
+    )
+    tls_key: str | None = _knob(
+        "KVXFER_TLS_KEY", None, "path", "the key to tls_cert, where that file does not hold it"
+    )
+    tls_ca: str | None = _knob(
+        "KVXFER_TLS_CA", None, "path", "certificates of those who may sign the other agents'"
+    )
     insecure: bool = _knob(
         "KVXFER_INSECURE", False, "bool", "listen beyond loopback although there is no secret"
     )
@@ -270,6 +282,10 @@ class Config:
             object.__setattr__(self, "secret", _read_secret(self.secret_file))
         if self.secret == "":
             raise ConfigError("secret is empty: leave it out, or set one")
+        if (self.tls_cert, self.tls_key, self.tls_ca) != (None, None, None):
+            from kvxfer import tls  # only here: it needs this module
+
+            tls.check(self)
         try:
             Codec.parse(self.codec)
         except InvalidError as error:

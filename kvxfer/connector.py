@@ -7,7 +7,7 @@ import dataclasses
 import os
 import socket
 
-from kvxfer import _core
+from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.errors import Error, HandshakeError, ResourceError, Status
 from kvxfer.handshake import (
@@ -25,6 +25,7 @@ from kvxfer.handshake import (
     recv_frame,
     send_frame,
     session_token,
+    split_address,
 )
 from kvxfer.verbs import Adapters
 
@@ -76,7 +77,7 @@ def connect(
     """
     deadline = Deadline(config.handshake_timeout)
     try:
-        with dial(address, config, deadline) as sock:
+        with _dial(address, config, deadline) as sock:
             return _converse(
                 core, peer, identity, config, adapters, address, name, incarnation, sock, deadline
             )
@@ -97,6 +98,14 @@ def connect(
         raise HandshakeError(f"{address} answered with a malformed frame: {error!r}") from error
     except OSError as error:
         raise HandshakeError(f"lost {name!r} at {address} during the handshake: {error}") from error
+
+
+def _dial(address: str, config: Config, deadline: Deadline) -> socket.socket:
+    with contextlib.ExitStack() as failing:
+        sock = failing.enter_context(dial(address, config, deadline))
+        secured = tls.connect(sock, split_address(address)[0], config, deadline)
+        failing.pop_all()
+    return secured
 
 
 def _converse(
@@ -170,6 +179,7 @@ def _converse(
         )
     elif transport == "tcp":
         streams = _open_streams(address, config, session, key, deadline)
+        tls.leave(sock, deadline)
         core.attach_tcp(
             peer=peer,
             control_fd=sock.detach(),
@@ -205,6 +215,7 @@ def _open_verbs(
             send_frame(sock, problem_frame(problem), deadline)
             return problem
     send_frame(sock, {"connected": True}, deadline)
+    tls.leave(sock, deadline)
     return link
 
 
@@ -233,7 +244,7 @@ def _open_streams(
     streams: list[socket.socket] = []
     try:
         for index in range(config.tcp_streams):
-            stream = dial(address, config, deadline)
+            stream = _dial(address, config, deadline)
             streams.append(stream)
             purpose = f"data{index}"
             hello: Frame = {"kind": "data", "session": session, "index": index}
@@ -241,6 +252,7 @@ def _open_streams(
             send_frame(stream, hello, deadline)
         for stream in streams:
             recv_frame(stream, deadline)
+            tls.leave(stream, deadline)
     except BaseException:
         for stream in streams:
             stream.close()

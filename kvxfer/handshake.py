@@ -18,6 +18,8 @@ cannot be, when TCP takes over if both allow that::
 Both proofs are HMACs over the first two frames under the shared secret (an empty key where there is
 none). The key of the session is derived in the same way and never sent; each further connection (a
 data stream, a shared-memory socket) presents a token made of it. Then the sockets go to the core.
+
+Where agents have certificates all of it is said under TLS, on each of the TCP connections: see `tls`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ PROTOCOL = 2  # of the handshake; the core's messages have a version of their ow
 _MAX_FRAME = 64 << 10
 _MAX_ENDPOINT_FRAME = 1 << 20  # of a peer that has proved itself
 _MAX_PROBLEM = 2000  # characters
+_TLS = (b"\x15\x03", b"\x16\x03")  # how its alerts and handshakes begin
+TLS_ADVICE = "set tls_cert and tls_ca on all agents that talk to each other, or on none"
 Frame = dict[str, Any]
 
 # Sockets that the core does not own (yet). A forked child closes them: kept open there, they would
@@ -115,8 +119,11 @@ def _recv_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
 
 
 def recv_frame(sock: socket.socket, deadline: Deadline, most: int = _MAX_FRAME) -> Frame:
-    (size,) = struct.unpack("<I", _recv_exactly(sock, 4, deadline))
+    start = _recv_exactly(sock, 4, deadline)
+    (size,) = struct.unpack("<I", start)
     if size > most:
+        if start[:2] in _TLS:
+            raise HandshakeError(f"the other side speaks TLS, this one does not: {TLS_ADVICE}")
         raise HandshakeError(f"not a kvxfer agent: its first frame claims {size} bytes")
     try:
         frame = json.loads(_recv_exactly(sock, size, deadline))

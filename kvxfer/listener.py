@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from kvxfer import _core
+from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.connector import allowed_transports
 from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError, Status
@@ -187,18 +187,23 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         deadline = Deadline(self._config.handshake_timeout)
         try:
-            with connection:
+            with connection, self._secured(connection, deadline) as secured:
                 try:
-                    self._answer(connection, deadline)
+                    self._answer(secured, deadline)
                 except HandshakeError as error:
-                    send_frame(connection, error_frame(error), deadline)
+                    send_frame(secured, error_frame(error), deadline)
                 except Error as error:
-                    send_frame(connection, error_frame(HandshakeError(str(error))), deadline)
-        except (OSError, KeyError, TypeError, ValueError, OverflowError):
+                    send_frame(secured, error_frame(HandshakeError(str(error))), deadline)
+        except (OSError, ConfigError, KeyError, TypeError, ValueError, OverflowError):
             # A stranger, or a peer that went away: it is told by the closed connection.
             pass
         finally:
             self._slots.release()
+
+    def _secured(self, connection: socket.socket, deadline: Deadline) -> socket.socket:
+        if connection.family == socket.AF_UNIX:  # which does not leave the host
+            return connection
+        return tls.accept(connection, self._config, deadline)
 
     def _answer(self, connection: socket.socket, deadline: Deadline) -> None:
         hello = recv_frame(connection, deadline)
@@ -249,6 +254,7 @@ class Listener:
                 return
             if transport == "tcp":
                 try:
+                    tls.leave(connection, deadline)
                     self._attach_tcp(connection, session)
                 except Error:
                     # Closing, most likely. The consumer's core has the link already: a frame of the
@@ -352,6 +358,7 @@ class Listener:
                 raise HandshakeError(f"data stream {index} came twice")
             session.claimed.add(index)
         send_frame(connection, {"ok": True}, deadline)
+        tls.leave(connection, deadline)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             session.streams[index] = closed_on_fork(socket.socket(fileno=connection.detach()))
@@ -378,6 +385,7 @@ class Listener:
         answer = recv_frame(connection, deadline)
         if "problem" in answer:
             return str(answer["problem"])
+        tls.leave(connection, deadline)
         peer = self._core.add_peer(session.peer.name)
         try:
             self._core.attach_verbs(
