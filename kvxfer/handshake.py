@@ -19,7 +19,7 @@ Both proofs are HMACs over the first two frames under the shared secret (an empt
 none). The key of the session is derived in the same way and never sent; each further connection (a
 data stream, a shared-memory socket) presents a token made of it. Then the sockets go to the core.
 
-Where agents have certificates all of it is said under TLS, on each of the TCP connections: see `tls`.
+Where agents have certificates all of it is said under TLS, on each TCP connection: see `tls`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TLS around the handshake, where agents have certificates.
 
-Both sides show one, by an authority that both trust. TLS is taken off again before a connection goes
-to the core: it protects what the handshake says, not what follows.
+Both sides show one, by an authority that both trust. TLS is taken off again before a connection
+goes to the core: it protects what the handshake says, not what follows.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,27 +103,24 @@ def test_who_is_kept_out(ours: dict, theirs: dict, words: str) -> None:
                 fetch_from(prefill, decode)
 
 
-def speak(address: str, change: Callable[[ssl.SSLContext], None]) -> None:
-    """Shake hands with a producer over TLS that is somehow changed."""
-    context = ssl.create_default_context(cafile=str(FILES / "ca.pem"))
-    context.load_cert_chain(FILES / "agent.pem", FILES / "agent.key")
-    change(context)
+def speak(address: str, context: ssl.SSLContext) -> None:
+    """Begin a handshake with a producer."""
     with context.wrap_socket(wire.open_socket(address), server_hostname="127.0.0.1") as sock:
         send_frame(sock, wire.greeting(Identity("decode", 7)), Deadline(LONG))
         recv_frame(sock, Deadline(LONG))
 
 
 def test_older_versions_are_refused() -> None:
-    def older(context: ssl.SSLContext) -> None:
-        context.maximum_version = ssl.TLSVersion.TLSv1_2
-
+    context = ssl.create_default_context(cafile=str(FILES / "ca.pem"))
+    context.load_cert_chain(FILES / "agent.pem", FILES / "agent.key")
     with producer("tcp", **certificate()) as prefill:
-        speak(prefill.address, lambda context: None)
+        speak(prefill.address, context)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(OSError, match="(?i)version|reset|closed"):
-            speak(prefill.address, older)
+            speak(prefill.address, context)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(FILES / "agent.pem", FILES / "agent.key")
-    older(context)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
         socket.create_server(("127.0.0.1", 0)) as old,
         context.wrap_socket(old, server_side=True) as listening,
@@ -143,14 +139,10 @@ def test_older_versions_are_refused() -> None:
 
 def test_no_certificate_is_not_enough() -> None:
     """A peer that trusts us and shows nothing."""
-    with producer("tcp", **certificate()) as prefill, wire.open_socket(prefill.address) as raw:
-        context = ssl.create_default_context(cafile=str(FILES / "ca.pem"))
-        with (
-            pytest.raises((OSError, kvxfer.HandshakeError)),
-            context.wrap_socket(raw, server_hostname="127.0.0.1") as sock,
-        ):
-            send_frame(sock, wire.greeting(Identity("decode", 7)), Deadline(LONG))
-            recv_frame(sock, Deadline(LONG))
+    with producer("tcp", **certificate()) as prefill:
+        anonymous = ssl.create_default_context(cafile=str(FILES / "ca.pem"))
+        with pytest.raises((OSError, kvxfer.HandshakeError)):
+            speak(prefill.address, anonymous)
 
 
 @pytest.mark.parametrize(

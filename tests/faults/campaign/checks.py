@@ -94,6 +94,7 @@ class Checks:
         elif not fetching.shared:
             content.poison(place.paged, fetching.blocks)
             place.free += fetching.blocks
+        fetching.judged = True
         self._state.say(event)
 
     def _check(self, place: Place, at: int, fetching: Fetching, codec: str, moment: str) -> None:
@@ -132,7 +133,7 @@ class Checks:
     def end_bursts(self) -> None:
         bursts = self._state.bursts
         for at, running in list(bursts.items()):
-            if all(fetching.fetch.done for fetching in running):
+            if all(fetching.judged for fetching in running):
                 del bursts[at]
                 place = running[0].place
                 content.poison(place.paged, running[0].blocks)

@@ -31,7 +31,8 @@ from kvxfer import _core
 class Node:
     """What the driver's commands do. `say` sends an event to it.
 
-    As `sabotage`, bytes of fetches are made "wrong", fetches are "late", descriptors "leak".
+    As `sabotage`, bytes of fetches are made "wrong", fetches are wanted earlier and thus "late", or
+    descriptors "leak".
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None], sabotage: str | None) -> None:
@@ -171,7 +172,6 @@ class Node:
         blocks = self._take(place, place.plan.geometry.blocks_for(tokens[1] - tokens[0], slot))
         if blocks is None:
             return
-        allowed = timeout + (SLACK + 2.0 if self._state.sabotage == "late" else 0.0)
         try:
             self._checks.expect_untouched(place, blocks, "free blocks")
             fetch = place.agent.fetch(
@@ -179,7 +179,7 @@ class Node:
                 place.paged.cache,
                 blocks,
                 tokens=slice(*tokens),
-                timeout=allowed,
+                timeout=timeout,
                 codec=codec,
             )
         except BaseException:
@@ -187,7 +187,8 @@ class Node:
             raise
         if self._state.sabotage == "leak":
             self._leaked.append(os.open("/dev/null", os.O_RDONLY))
-        deadline = self._state.clock.seconds + timeout
+        early = timeout + 2 * SLACK if self._state.sabotage == "late" else 0.0
+        deadline = self._state.clock.seconds + timeout - early
         self._state.fetches[id] = Fetching(place, fetch, number, blocks, tokens, slot, deadline)
 
     def _take(self, place: Place, count: int) -> list[int] | None:

@@ -52,6 +52,7 @@ class Fetching:
     deadline: float  # of the awake clock
     shared: bool = False  # its block belongs to a burst
     reported: bool = False
+    judged: bool = False
 
 
 @dataclasses.dataclass
