@@ -63,5 +63,5 @@ def _label(case: Case, result: Result) -> str:
     if case.in_flight > 1:
         parts.append(f"{case.in_flight} at once")
     if case.threads:
-        parts.append(f"{case.threads} threads")
+        parts.append(f"{case.threads} thread{'s' * (case.threads > 1)}")
     return ", ".join(parts)

@@ -95,7 +95,7 @@ def _title(case: Case) -> str:
     if case.in_flight > 1:
         parts.append(f"{case.in_flight} at once")
     if case.threads:
-        parts.append(f"{case.threads} threads")
+        parts.append(f"{case.threads} thread{'s' * (case.threads > 1)}")
     if case.memory != "host":
         parts.append(case.memory)
     return ", ".join(parts)

@@ -225,7 +225,8 @@ class Runner:
                 sockets = best_sockets(self._channel, self._config, nbytes)
                 self._sockets = self._cleanup.enter_context(sockets)
             receiver = self._sockets
-            result.limit = Rival(f"plain sockets, {receiver.streams} streams")
+            plural = "" if receiver.streams == 1 else "s"
+            result.limit = Rival(f"plain sockets, {receiver.streams} stream{plural}")
             return lambda: receiver.run(case.bytes)
         if result.report["transport"] == "shm":
             result.limit = Rival("memcpy, 1 thread")
