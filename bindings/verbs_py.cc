@@ -95,12 +95,13 @@ struct DeleteWithoutGil {
 };
 
 VerbsOptions make_options(const std::vector<std::string>& devices, int gid_index,
-                          uint32_t queue_pairs, uint8_t traffic_class) {
+                          uint32_t queue_pairs, uint8_t traffic_class, const std::string& near_to) {
   VerbsOptions options;
   options.devices = devices;
   options.gid_index = gid_index;
   options.queue_pairs = queue_pairs;
   options.traffic_class = traffic_class;
+  options.near_to = near_to;
   return options;
 }
 
@@ -109,7 +110,7 @@ VerbsOptions make_options(const std::vector<std::string>& devices, int gid_index
 void register_verbs(py::module_& module) {
   py::class_<VerbsOptions>(module, "VerbsOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("devices"), py::arg("gid_index"),
-           py::arg("queue_pairs"), py::arg("traffic_class"));
+           py::arg("queue_pairs"), py::arg("traffic_class"), py::arg("near_to"));
 
   py::class_<VerbsRail>(module, "VerbsRail")
       .def_readonly("device", &VerbsRail::device)
@@ -119,7 +120,9 @@ void register_verbs(py::module_& module) {
       .def_readonly("gids", &VerbsRail::gids)
       .def_readonly("lid", &VerbsRail::lid)
       .def_readonly("mtu", &VerbsRail::mtu)
-      .def_readonly("mbit_per_second", &VerbsRail::mbit_per_second);
+      .def_readonly("mbit_per_second", &VerbsRail::mbit_per_second)
+      .def_readonly("pci_address", &VerbsRail::pci_address)
+      .def_readonly("numa_node", &VerbsRail::numa_node);
 
   module.def("verbs_rails", &list_verbs_rails, py::arg("options"), NoGil());
 

@@ -565,7 +565,13 @@ class VerbsOptions:
     """Which RDMA ports are used, and how. kvxfer.Config says what it means."""
 
     def __init__(
-        self, *, devices: Sequence[str], gid_index: int, queue_pairs: int, traffic_class: int
+        self,
+        *,
+        devices: Sequence[str],
+        gid_index: int,
+        queue_pairs: int,
+        traffic_class: int,
+        near_to: str,
     ) -> None: ...
 
 class VerbsRail:
@@ -590,6 +596,12 @@ class VerbsRail:
     @property
     def mbit_per_second(self) -> int:
         """0: unknown."""
+    @property
+    def pci_address(self) -> str:
+        """Empty: not on PCI, or unknown."""
+    @property
+    def numa_node(self) -> int:
+        """-1: unknown."""
 
 def verbs_rails(options: VerbsOptions) -> list[VerbsRail]:
     """Return the ports that can be used. Raises ResourceError, or InvalidError for unknown ones."""

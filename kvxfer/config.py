@@ -217,6 +217,12 @@ class Config:
         "names",
         "RDMA ports to use, as mlx5_0,mlx5_1:1; without it all that are active",
     )
+    verbs_near: str | None = _knob(
+        "KVXFER_VERBS_NEAR",
+        None,
+        "name",
+        "use the RDMA ports nearest to a GPU's PCI address (0000:c1:00.0) or a NUMA node (numa:1)",
+    )
     verbs_gid_index: int = _knob(
         "KVXFER_VERBS_GID_INDEX", -1, "index", "GID of every RDMA port; -1: chosen for each peer"
     )

@@ -16,12 +16,15 @@ def _options(config: Config | None) -> _core.VerbsOptions:
     from kvxfer import _core  # only here: importing kvxfer loads no native code
 
     if config is None:
-        return _core.VerbsOptions(devices=[], gid_index=-1, queue_pairs=2, traffic_class=0)
+        return _core.VerbsOptions(
+            devices=[], gid_index=-1, queue_pairs=2, traffic_class=0, near_to=""
+        )
     return _core.VerbsOptions(
         devices=[name.strip() for name in (config.verbs_devices or "").split(",") if name.strip()],
         gid_index=config.verbs_gid_index,
         queue_pairs=config.verbs_queue_pairs,
         traffic_class=config.verbs_traffic_class,
+        near_to=config.verbs_near or "",
     )
 
 

@@ -123,8 +123,20 @@ void complete_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   if (--fetch->parts_left == 0) succeed(core, fetch);
 }
 
+// A link over adapters has more to say at the end of a fetch, such as which rails were lost.
+static void describe_links_again(FetchState& fetch) {
+  std::string links;
+  for (const auto& part : fetch.parts) {
+    const Link* link = part->peer ? part->peer->link.get() : nullptr;
+    if (!link || !link->crosses_wire() || !link->one_sided()) return;
+    add_distinct(links, link->describe());
+  }
+  if (!fetch.report.link.empty()) fetch.report.link = links;
+}
+
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
+  if (!fetch->declines) describe_links_again(*fetch);
   fetch->done = true;
   fetch->ended = Clock::now();
   if (!fetch->declines) {

@@ -125,9 +125,21 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
   }
 
   TEST_CASE("a rail that dies is taken out, and all arrives over the other") {
-    enum Fault { kPort, kPeerPort, kQueuePairs, kQuietQueuePairs, kPeerQueuePairs, kLostAcks };
-    for (const Fault fault :
-         {kPort, kPeerPort, kQueuePairs, kQuietQueuePairs, kPeerQueuePairs, kLostAcks}) {
+    enum Fault {
+      kPort,
+      kPeerPort,
+      kQueuePairs,
+      kQuietQueuePairs,
+      kPeerQueuePairs,
+      kLostAcks,
+      kMemory,
+      kOverrun,
+      kPeerOverrun,
+      kDevice,
+      kPeerDevice
+    };
+    for (const Fault fault : {kPort, kPeerPort, kQueuePairs, kQuietQueuePairs, kPeerQueuePairs,
+                              kLostAcks, kMemory, kOverrun, kPeerOverrun, kDevice, kPeerDevice}) {
       CAPTURE(fault);
       reset_world();
       VerbsPair pair;
@@ -141,6 +153,11 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
           case kQuietQueuePairs: return fake_verbs::break_queue_pairs("p0", false);
           case kPeerQueuePairs: return fake_verbs::break_queue_pairs("c1", false);
           case kLostAcks: return;
+          case kMemory: return fake_verbs::revoke_remote_keys("c1");
+          case kOverrun: return fake_verbs::overrun_completion_queues("p1");
+          case kPeerOverrun: return fake_verbs::overrun_completion_queues("c0");
+          case kDevice: return fake_verbs::fail_device("p0");
+          case kPeerDevice: return fake_verbs::fail_device("c1");
         }
       });
     }
@@ -151,6 +168,7 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
     VerbsPair pair;
     pair.start();
     fake_verbs::lose_acknowledgements("p0", true);
+    fake_verbs::set_retry_ms(1000);  // a slow machine does not come between bytes and notice
     const Bytes source = random_bytes(5000, 1);
     for (uint64_t i = 0; i < 40; ++i) pair.producer->write(source, i * 8192, {}, i);
     CHECK(pair.wait_written(40));
@@ -210,6 +228,44 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
     for (const auto& written : pair.producer_sink.written) tokens.insert(written.token);
     CHECK(tokens.size() == 100);
     CHECK(pair.consumer_sink.landed.empty());
+  }
+
+  TEST_CASE("memory that is deregistered everywhere ends the link, and nothing lands after") {
+    reset_world();
+    VerbsPair pair;
+    pair.start();
+    const Bytes source = random_bytes(1u << 20, 1);
+    const auto memory = pair.producer_fabric->register_memory(
+        {const_cast<std::byte*>(source.data()), source.size()}, VerbsAccess::kSource);
+    fake_verbs::hold_sends(true);
+    for (uint64_t i = 0; i < 20; ++i) pair.producer->write(source, 0, {}, i);
+    fake_verbs::revoke_remote_keys("c0");
+    fake_verbs::revoke_remote_keys("c1");
+    fake_verbs::hold_sends(false);
+    CHECK(pair.producer_sink.wait_closed());
+    CHECK(pair.consumer_sink.wait_closed());
+    CHECK(pair.producer_sink.closed[0].find("was lost: ") != std::string::npos);
+    CHECK(pair.producer_sink.written.size() == 20);
+    CHECK(pair.consumer_sink.landed.empty());
+    CHECK(std::all_of(pair.arena.data(), pair.arena.data() + pair.arena.size(),
+                      [](std::byte byte) { return byte == std::byte{}; }));
+  }
+
+  TEST_CASE("both sides say which rail was lost, and why") {
+    reset_world();
+    VerbsPair pair;
+    pair.start();
+    fake_verbs::overrun_completion_queues("p1");
+    CHECK(eventually([&] {
+      return pair.consumer->describe().find("failover") != std::string::npos &&
+             pair.producer->describe().find("failover") != std::string::npos;
+    }));
+    const std::string producer = pair.producer->describe(), consumer = pair.consumer->describe();
+    CAPTURE(producer);
+    CAPTURE(consumer);
+    CHECK(producer.find("2 failovers, the last from p1:1 - c1:1: the adapter reports that the "
+                        "completion queue overran") != std::string::npos);
+    CHECK(consumer.find("2 failovers, the last from c1:1 - p1:1: ") != std::string::npos);
   }
 
   TEST_CASE("completions that come late, or after the end") {
@@ -438,6 +494,28 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
     for (int i = 0; i < 8; ++i) {
       CHECK(fake_verbs::bytes_sent("p" + std::to_string(i), 1) > (10u << 20));
     }
+  }
+
+  TEST_CASE("rails of different speeds carry bytes in proportion") {
+    reset_world(two_hosts_with([](auto& device) {
+      if (device.name == "c1") device.ports[0].speed = 32;  // 4 lanes of 25 instead of 100 Gbit/s
+    }));
+    VerbsPair pair;
+    pair.start();
+    CHECK(pair.producer->rate().value() == 62.5e9);
+    const Bytes source = random_bytes(5u << 20, 1);
+    pair.producer->write(source, 0, {}, 1);
+    CHECK(pair.wait_landed(1));
+    CHECK(std::equal(source.begin(), source.end(), pair.arena.data()));
+    CHECK(fake_verbs::bytes_sent("p0", 1) > (4u << 20) - 8192);
+    CHECK(fake_verbs::bytes_sent("p1", 1) > (1u << 20) - 8192);
+    CHECK(pair.wait_written(1));
+    fake_verbs::hold_sends(true);
+    for (uint64_t i = 0; i < 10; ++i) pair.producer->write({source.data(), 100'000}, 0, {}, 2 + i);
+    fake_verbs::hold_sends(false);
+    CHECK(pair.wait_landed(11));
+    CHECK(fake_verbs::bytes_sent("p0", 1) < (4u << 20) + 850'000);
+    CHECK(fake_verbs::bytes_sent("p1", 1) > (1u << 20) + 150'000);
   }
 
   TEST_CASE("peers without a common kind of address are refused, with both lists") {

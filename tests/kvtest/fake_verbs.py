@@ -66,6 +66,19 @@ def break_queue_pairs(device: str) -> None:
     library().fake_verbs_break_queue_pairs(device.encode(), True)
 
 
+def revoke_remote_keys(device: str) -> None:
+    """As if what is registered with the device were deregistered, for peers."""
+    library().fake_verbs_revoke_remote_keys(device.encode())
+
+
+def overrun_completion_queues(device: str) -> None:
+    library().fake_verbs_overrun_completion_queues(device.encode())
+
+
+def fail_device(device: str) -> None:
+    library().fake_verbs_fail_device(device.encode())
+
+
 def hold_sends(hold: bool) -> None:
     library().fake_verbs_hold_sends(hold)
 

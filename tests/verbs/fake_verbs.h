@@ -60,6 +60,16 @@ void set_retry_ms(uint32_t milliseconds);
 // Every queue pair of the device that is connected fails, with an event or without.
 void break_queue_pairs(const std::string& device, bool with_event);
 
+// Peers may write into nothing any more that is registered with the device: it was deregistered.
+void revoke_remote_keys(const std::string& device);
+
+// Every completion queue of the device overruns: what was in it is lost, nothing comes after it,
+// its queue pairs fail, and an event says so.
+void overrun_completion_queues(const std::string& device);
+
+// The device fails as a whole, with an event, and has no port that is active.
+void fail_device(const std::string& device);
+
 // While held, work requests are carried out but their completions do not come.
 void hold_send_completions(bool hold);
 // While held, what is posted is not carried out.
@@ -101,6 +111,9 @@ extern "C" {
 bool fake_verbs_set_port(const char* device, uint32_t port, bool active);
 void fake_verbs_set_retry_ms(uint32_t milliseconds);
 void fake_verbs_break_queue_pairs(const char* device, bool with_event);
+void fake_verbs_revoke_remote_keys(const char* device);
+void fake_verbs_overrun_completion_queues(const char* device);
+void fake_verbs_fail_device(const char* device);
 void fake_verbs_hold_sends(bool hold);
 void fake_verbs_lose_acknowledgements(const char* device, bool lose);
 void fake_verbs_fail_calls(const char* function, int error, int skip, int times);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,7 @@ def test_auto_takes_it_between_hosts(two_hosts: None) -> None:
     for device in fake_verbs.DEVICES:
         assert f"{device}:1 - {device}:1 (GID 1 RoCE v2 ::ffff:10.9." in report.link
     assert "2 queue pairs" in report.link
+    assert re.search(r"[1-9]\d* completions, [1-9]\d* wake-ups", report.link)
 
 
 def test_auto_takes_shm_on_one_host() -> None:
@@ -241,24 +242,45 @@ def half(fetch: kvxfer.Fetch) -> None:
     until(lambda: fetch.report.bytes > 0)
 
 
+def take_down(device: str) -> None:
+    fake_verbs.set_port(device, False)
+
+
+FAULTS: dict[str, Callable[[str], None]] = {
+    "port": take_down,
+    "queue pairs": fake_verbs.break_queue_pairs,
+    "completion queues": fake_verbs.overrun_completion_queues,
+    "adapter": fake_verbs.fail_device,
+}
+
+
+def all_under_way(prefill: kvxfer.Agent, sent: int, fetch: kvxfer.Fetch) -> None:
+    """Wait until every slot is written to, and so something is under way on each path."""
+    slots = BUSY["arena_bytes"]
+    until(lambda: prefill.stats.bytes_sent - sent - fetch.report.bytes >= slots)
+
+
 def test_a_rail_that_dies_in_the_middle() -> None:
     with pair("verbs", **BUSY) as (prefill, decode):
-        for seed in range(4):
+        for seed, fault in enumerate(FAULTS.values()):
             source, target = Paged(SIDE, seed=seed + 1), Paged(SIDE)
             prefill.register(source.cache)
             decode.register(target.cache)
+            sent = prefill.stats.bytes_sent
             offer = prefill.offer(source.cache, range(32), TOKENS, ready=False)
             fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
             offer.mark_ready(0)
             half(fetch)
-            dead = fake_verbs.DEVICES[seed % 2]
-            if seed < 2:
-                fake_verbs.set_port(dead, False)
-            else:
-                fake_verbs.break_queue_pairs(dead)
+            fake_verbs.hold_sends(True)
             offer.mark_all_ready()
+            all_under_way(prefill, sent, fetch)
+            dead = fake_verbs.DEVICES[seed % 2]
+            fault(dead)
+            fake_verbs.hold_sends(False)
             fetch.wait(LONG)
             assert target.same_as(source)
+            lost = rf"failover.* from {dead}:1 - {dead}:1: \w"
+            assert re.search(lost, fetch.report.link)
             fake_verbs.set_port(dead, True)
             assert offer.wait(LONG) is kvxfer.Status.OK
             prefill.unregister(source.cache)
@@ -277,7 +299,7 @@ def reopened(prefill: kvxfer.Agent, decode: kvxfer.Agent, device: str) -> None:
     until(carries)
 
 
-@pytest.mark.parametrize("how", ["ports", "queue pairs"])
+@pytest.mark.parametrize("how", [*FAULTS, "memory"])
 def test_all_rails_die(how: str) -> None:
     """The fetch ends with the reason; the next one connects anew, when there is something to."""
     with pair("verbs", **BUSY) as (prefill, decode):
@@ -289,10 +311,7 @@ def test_all_rails_die(how: str) -> None:
         offer.mark_ready(0)
         half(fetch)
         for device in fake_verbs.DEVICES:
-            if how == "ports":
-                fake_verbs.set_port(device, False)
-            else:
-                fake_verbs.break_queue_pairs(device)
+            FAULTS.get(how, fake_verbs.revoke_remote_keys)(device)
         offer.mark_all_ready()
         with pytest.raises(kvxfer.TransferError, match="lost") as caught:
             fetch.wait(LONG)

@@ -18,10 +18,14 @@ namespace kvxfer {
 struct VerbsOptions {
   std::string library;               // empty: KVXFER_VERBS_LIBRARY, else libibverbs.so.1
   std::vector<std::string> devices;  // "mlx5_0" or "mlx5_0:1"; empty: every port that is active
-  int gid_index = -1;                // of every port; -1: chosen by rule, for each peer
-  uint32_t queue_pairs = 2;          // for each rail and peer
-  uint32_t send_depth = 128;         // work requests under way on a queue pair; less if it has less
-  uint32_t receives = 128;           // notices that a queue pair takes before they are looked at
+  // Whose buffers they are: "0000:c1:00.0", a GPU, or "numa:1". Of the ports only the nearest are
+  // used then. Empty: all of them.
+  std::string near_to;
+  std::string sysfs = "/sys";  // where that is looked up
+  int gid_index = -1;          // of every port; -1: chosen by rule, for each peer
+  uint32_t queue_pairs = 2;    // for each rail and peer
+  uint32_t send_depth = 128;   // work requests under way on a queue pair; less if it has less
+  uint32_t receives = 128;     // notices that a queue pair takes before they are looked at
   uint64_t stripe_bytes = 256u << 10;  // a write is cut over rails into parts no smaller than this
   uint8_t timeout = 16;                // 4.096 us * 2^timeout without an acknowledgement, ...
   uint8_t retry_count = 6;             // ... so many times: the rail is dead. 7: for ever on rxe
@@ -42,6 +46,8 @@ struct VerbsRail {
   uint32_t lid = 0;
   uint32_t mtu = 0;              // bytes
   uint32_t mbit_per_second = 0;  // 0: unknown
+  std::string pci_address;       // empty: not on PCI, or unknown
+  int numa_node = -1;            // -1: unknown
 };
 
 // The rails that a VerbsFabric with these options would have, looked at and let go again. Throws as

@@ -23,7 +23,9 @@ std::vector<VerbsRail> describe(const std::vector<ibv::Rail>& rails) {
     }
     facts.lid = rail.attr.lid;
     facts.mtu = ibv::mtu_bytes(rail.attr.active_mtu);
-    facts.mbit_per_second = ibv::mbit_per_second(rail.attr);
+    facts.mbit_per_second = rail.mbit_per_second();
+    facts.pci_address = rail.nic->place.address();
+    facts.numa_node = rail.nic->place.numa_node;
     described.push_back(std::move(facts));
   }
   return described;
@@ -48,6 +50,7 @@ VerbsFabric::State::State(std::shared_ptr<EventLoop> control_loop, const VerbsOp
   ibv::Rails opened = ibv::open_rails(options);
   nics = std::move(opened.nics);
   rails = std::move(opened.rails);
+  nearness = std::move(opened.nearness);
 }
 
 VerbsFabric::State::~State() {
@@ -78,11 +81,14 @@ void VerbsFabric::State::on_async_event(size_t nic_index) {
     const bool about_qp =
         type == ibv::kQpFatal || type == ibv::kQpRequestError || type == ibv::kQpAccessError;
     const uint32_t number = about_qp ? event.element.qp->qp_num : 0;
+    const ibv::Cq* cq = type == ibv::kCqError ? event.element.cq : nullptr;
     const auto port = static_cast<uint8_t>(type == ibv::kPortError ? event.element.port_num : 0);
-    nic.library->ack_async_event(&event);  // first: a queue pair can't be destroyed before
+    nic.library->ack_async_event(&event);  // first: what it is about can't be destroyed before
     for (const auto& listener : listeners) {
       if (about_qp) listener->on_queue_pair_error(nic_index, number);
       if (port != 0) listener->on_port_down(nic_index, port);
+      if (cq) listener->on_completion_queue_error(nic_index, cq);
+      if (type == ibv::kDeviceFatal) listener->on_adapter_error(nic_index);
     }
   }
 }
@@ -162,7 +168,7 @@ VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMem
     said.ethernet = rail.attr.link_layer != ibv::kLinkInfiniBand;
     said.lid = rail.attr.lid;
     said.mtu = static_cast<uint8_t>(rail.attr.active_mtu);
-    said.mbit_per_second = ibv::mbit_per_second(rail.attr);
+    said.mbit_per_second = rail.mbit_per_second();
     said.gids = rail.gids;
     if (state_->arena) said.rkeys = state_->arena->rkeys(rail.nic_index);
     auto& qps = state_->qps.emplace_back();

@@ -26,6 +26,9 @@ class Listener {
   virtual ~Listener() = default;
   virtual void on_port_down(size_t nic, uint8_t port) = 0;
   virtual void on_queue_pair_error(size_t nic, uint32_t number) = 0;
+  // No completion comes from there any more. It may be gone: compare it, and nothing else.
+  virtual void on_completion_queue_error(size_t nic, const Cq* cq) = 0;
+  virtual void on_adapter_error(size_t nic) = 0;
 };
 
 }  // namespace ibv
@@ -50,6 +53,7 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
   const VerbsOptions options;
   std::vector<std::shared_ptr<ibv::Nic>> nics;
   std::vector<ibv::Rail> rails;
+  std::string nearness;  // to what they were chosen: " nearest to ...", or nothing
 
  private:
   void on_async_event(size_t nic);

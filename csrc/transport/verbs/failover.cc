@@ -66,18 +66,40 @@ void VerbsLink::on_port_down(size_t nic, uint8_t port) {
   for (Path* path : affected) lose_path(*path, "the port went down");
 }
 
-void VerbsLink::on_queue_pair_error(size_t nic, uint32_t number) {
-  Path* affected = nullptr;
+// Those whose queue pair on the adapter is one of the affected.
+void VerbsLink::lose_paths(size_t nic, const std::string& problem,
+                           const std::function<bool(const ibv::QueuePair&)>& affected) {
+  std::vector<Path*> lost;
   {
     const Lock lock(mutex_);
     for (const auto& path : paths_) {
-      if (path->state == Path::kOpen && path->qp->number() == number &&
-          fabric_->rails[path->rail].nic_index == nic) {
-        affected = path.get();
+      if (path->state == Path::kOpen && fabric_->rails[path->rail].nic_index == nic &&
+          affected(*path->qp)) {
+        lost.push_back(path.get());
       }
     }
   }
-  if (affected) lose_path(*affected, "the adapter reports that the queue pair failed");
+  for (Path* path : lost) lose_path(*path, problem);
+}
+
+void VerbsLink::on_queue_pair_error(size_t nic, uint32_t number) {
+  lose_paths(nic, "the adapter reports that the queue pair failed",
+             [number](const ibv::QueuePair& qp) { return qp.number() == number; });
+}
+
+void VerbsLink::on_completion_queue_error(size_t nic, const ibv::Cq* cq) {
+  lose_paths(nic, "the adapter reports that the completion queue overran",
+             [cq](const ibv::QueuePair& qp) { return qp.uses(cq); });
+}
+
+void VerbsLink::on_adapter_error(size_t nic) {
+  lose_paths(nic, "the adapter reports that it failed", [](const ibv::QueuePair&) { return true; });
+}
+
+// With mutex_ held.
+void VerbsLink::count_failover(const Path& path) {
+  ++counts_.failovers;
+  last_failover_ = path_text(path) + ": " + path.problem;
 }
 
 // From any thread, without mutex_.
@@ -91,7 +113,7 @@ void VerbsLink::lose_path(Path& path, const std::string& problem) {
     path.problem = problem;
     epoch = path.epoch;
     last = open_paths() == 0;
-    if (!reader_ && !last) ++failovers_;
+    if (!last) count_failover(path);
   }
   path.loop->post([weak = weak<VerbsLink>(), &path, epoch] {
     if (const auto self = weak.lock()) self->begin_drain(path, epoch);
@@ -255,7 +277,8 @@ void VerbsLink::on_close(Path& path, const ibv::PathMessage& message) {
     answer = path.state == Path::kClosed;
     if (path.state == Path::kOpen) {
       path.state = Path::kDraining;
-      path.problem = "the peer lost it";
+      path.problem = "the peer says: " + message.reason;
+      if (open_paths() > 0) count_failover(path);
       path.loop->post([weak = weak<VerbsLink>(), &path, epoch = path.epoch] {
         if (const auto self = weak.lock()) self->begin_drain(path, epoch);
       });
@@ -279,7 +302,7 @@ void VerbsLink::on_answer(Path& path, const ibv::PathMessage& message) {
     } else if (open_paths() > 0) {
       path.state = Path::kClosed;
       for (ibv::Stripe& stripe : path.sends->take()) {
-        Path& other = *choose_path({});
+        Path& other = *choose_path(stripe.size, {});
         ++next_path_;
         other.sends->add(std::move(stripe));
         if (std::string why = pump(other); !why.empty()) lost.emplace_back(&other, why);

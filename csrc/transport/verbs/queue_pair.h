@@ -45,6 +45,7 @@ class QueuePair {
 
   const QpAddress& address() const { return address_; }
   uint32_t number() const { return address_.number; }
+  bool uses(const Cq* cq) const { return cq_.get() == cq; }
   int event_fd() const { return channel_->fd; }
   // Work requests that may be under way at once, without the one that is kept for drain().
   uint32_t send_depth() const { return send_depth_; }

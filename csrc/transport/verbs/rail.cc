@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -62,10 +63,12 @@ class DeviceList {
   int count_ = 0;
 };
 
-std::shared_ptr<Nic> open_nic(const std::shared_ptr<const Library>& library, Device* device) {
+std::shared_ptr<Nic> open_nic(const std::shared_ptr<const Library>& library, Device* device,
+                              const std::string& sysfs) {
   auto nic = std::make_shared<Nic>();
   nic->library = library;
   nic->name = library->get_device_name(device);
+  nic->place = place_of_adapter(sysfs, nic->name);
   nic->context = {library->open_device(device), library->close_device};
   if (!nic->context) {
     throw Error(StatusCode::kNoResources, "cannot open RDMA device '" + nic->name +
@@ -118,6 +121,21 @@ int common_bits(const GidBytes& a, const GidBytes& b) {
   return 128;
 }
 
+// Leaves the rails that are nearest to a place, and the adapters that those need.
+void keep_nearest(Rails& all, const Place& place) {
+  int nearest = std::numeric_limits<int>::max();
+  for (const auto& nic : all.nics) nearest = std::min(nearest, distance(nic->place, place));
+  Rails kept;
+  for (Rail& rail : all.rails) {
+    if (distance(rail.nic->place, place) != nearest) continue;
+    const auto known = std::find(kept.nics.begin(), kept.nics.end(), rail.nic);
+    rail.nic_index = static_cast<size_t>(known - kept.nics.begin());
+    if (known == kept.nics.end()) kept.nics.push_back(rail.nic);
+    kept.rails.push_back(std::move(rail));
+  }
+  all = std::move(kept);
+}
+
 }  // namespace
 
 bool Rail::active() const {
@@ -126,6 +144,8 @@ bool Rail::active() const {
 }
 
 Rails open_rails(const VerbsOptions& options) {
+  std::optional<Place> near_to;
+  if (!options.near_to.empty()) near_to = place_named(options.sysfs, options.near_to);
   const auto library = Library::load(options.library);
   const DeviceList devices(*library);
 
@@ -153,7 +173,7 @@ Rails open_rails(const VerbsOptions& options) {
         result.nics.begin(), result.nics.end(),
         [&, position = position](const auto& nic) { return nic->name == devices.name(position); });
     const bool is_new = known == result.nics.end();
-    const auto nic = is_new ? open_nic(library, devices[position]) : *known;
+    const auto nic = is_new ? open_nic(library, devices[position], options.sysfs) : *known;
     const size_t nic_index = static_cast<size_t>(known - result.nics.begin());
     if (only_port > nic->attr.phys_port_cnt) {
       throw Error(StatusCode::kInvalid,
@@ -194,6 +214,11 @@ Rails open_rails(const VerbsOptions& options) {
                 "no RDMA port can be used (" +
                     (passed_over.empty() ? "there is no RDMA device" : passed_over) +
                     "); ibv_devinfo shows the ports, 'rdma link' what they belong to");
+  }
+  if (near_to) {
+    keep_nearest(result, *near_to);
+    result.nearness = " nearest to " + options.near_to + ", " +
+                      distance_text(distance(result.nics[0]->place, *near_to));
   }
   return result;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvxfer/verbs.h"
+#include "transport/verbs/affinity.h"
 #include "transport/verbs/handle.h"
 #include "transport/verbs/library.h"
 
@@ -19,6 +20,7 @@ namespace kvxfer::ibv {
 struct Nic {
   std::shared_ptr<const Library> library;
   std::string name;
+  Place place;
   DeviceAttr attr{};
   Handle<Context> context;
   Handle<Pd> pd;
@@ -32,6 +34,8 @@ struct PortGid {
   GidBytes bytes{};
 };
 
+uint32_t mbit_per_second(const PortAttr& attr);
+
 // One port that may be used. Immutable.
 struct Rail {
   std::shared_ptr<Nic> nic;
@@ -42,14 +46,17 @@ struct Rail {
 
   std::string name() const { return nic->name + ":" + std::to_string(port); }
   bool active() const;  // asks the port
+  uint32_t mbit_per_second() const { return ibv::mbit_per_second(attr); }
 };
 
 struct Rails {
   std::vector<std::shared_ptr<Nic>> nics;
   std::vector<Rail> rails;
+  std::string nearness;  // of the rails to what they were chosen for: " nearest to ..."
 };
 
-// Opens the adapters that the options name, or all that have an active port. Throws
+// Opens the adapters that the options name, or all that have an active port; of those the nearest
+// ones, where the options say to what. Throws
 // Error(kNoResources) or Error(kInvalid).
 Rails open_rails(const VerbsOptions& options);
 
@@ -66,7 +73,6 @@ std::optional<GidChoice> choose_gids(const std::vector<PortGid>& first,
 
 std::string gid_text(const PortGid& gid);  // "RoCE v2 ::ffff:10.0.0.1"
 uint32_t mtu_bytes(uint32_t code);
-uint32_t mbit_per_second(const PortAttr& attr);
 
 }  // namespace kvxfer::ibv
 

@@ -93,8 +93,10 @@ int SendQueue::pump(bool& again) {
     requests[count - 1].send_flags |= kSignaled;
     SendWr* bad = nullptr;
     const int error = qp_.post(requests.data(), &bad);
+    ++counts_.posts;
     if (error == 0) {
       posted_ += count;
+      counts_.work_requests += count;
       last_signalled_ = posted_;
       continue;
     }
@@ -104,6 +106,7 @@ int SendQueue::pump(bool& again) {
     rewind(before);
     for (size_t i = 0; i < taken; ++i) build(requests[i], where[i], posted_ + i + 1);
     posted_ += taken;
+    counts_.work_requests += taken;
     again = last_signalled_ <= completed_;
     return 0;
   }

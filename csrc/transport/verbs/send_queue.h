@@ -13,6 +13,15 @@
 
 namespace kvxfer::ibv {
 
+// What a link has done since it was made.
+struct Counts {
+  uint64_t work_requests = 0;  // given to adapters to send, commits included
+  uint64_t posts = 0;          // calls that gave them, in lists
+  uint64_t completions = 0;
+  uint64_t wakeups = 0;  // times that a thread had slept until there was one
+  uint64_t failovers = 0;
+};
+
 // One call of Link::write().
 struct Write {
   uint64_t id = 0;
@@ -38,9 +47,14 @@ struct Stripe {
 // Not thread-safe.
 class SendQueue {
  public:
-  // `remote_rail`: of the peer. All outlive this.
-  SendQueue(QueuePair& qp, size_t nic, const EndpointAddress& remote, size_t remote_rail)
-      : qp_(qp), nic_(nic), remote_(remote), keys_(remote.rails[remote_rail].rkeys) {}
+  // `remote_rail`: of the peer. What is posted is added to `counts`. All outlive this.
+  SendQueue(QueuePair& qp, size_t nic, const EndpointAddress& remote, size_t remote_rail,
+            Counts& counts)
+      : qp_(qp),
+        nic_(nic),
+        remote_(remote),
+        keys_(remote.rails[remote_rail].rkeys),
+        counts_(counts) {}
 
   static constexpr uint64_t kIdBit = uint64_t{1} << 62;  // marks the ids of our work requests
 
@@ -86,6 +100,7 @@ class SendQueue {
   const size_t nic_;
   const EndpointAddress& remote_;
   const std::vector<uint32_t>& keys_;
+  Counts& counts_;
 
   std::deque<Entry> entries_;  // not acknowledged
   size_t next_ = 0;            // the first that is not posted as a whole

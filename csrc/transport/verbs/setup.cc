@@ -36,6 +36,18 @@ VerbsLink::VerbsLink(IoThreads& threads, UniqueFd socket, VerbsEndpoint::State e
     path->state = Path::kOpen;
     paths_.push_back(std::move(path));
   }
+  weigh_paths();
+}
+
+// By what the slower end of each says. Where one says nothing, all count alike.
+void VerbsLink::weigh_paths() {
+  for (const auto& path : paths_) {
+    path->speed = std::min(fabric_->rails[path->rail].mbit_per_second(),
+                           remote_.rails[path->remote_rail].mbit_per_second);
+  }
+  if (std::all_of(paths_.begin(), paths_.end(), [](const auto& path) { return path->speed > 0; }))
+    return;
+  for (const auto& path : paths_) path->speed = 1;
 }
 
 void VerbsLink::adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp) {
@@ -47,7 +59,8 @@ void VerbsLink::adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp) {
   path.retries = 0;
   path.problem.clear();
   if (!reader_) {
-    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, remote_, path.remote_rail);
+    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, remote_, path.remote_rail,
+                       counts_);
   }
 }
 
@@ -63,7 +76,7 @@ std::optional<double> VerbsLink::rate() const {
   for (const auto& path : paths_) {
     if (path->state != Path::kOpen || counted[path->rail]) continue;
     counted[path->rail] = true;
-    mbit += std::min(ibv::mbit_per_second(fabric_->rails[path->rail].attr),
+    mbit += std::min(fabric_->rails[path->rail].mbit_per_second(),
                      remote_.rails[path->remote_rail].mbit_per_second);
   }
   if (mbit == 0) return std::nullopt;
@@ -76,7 +89,7 @@ std::string VerbsLink::describe() const {
   for (const auto& path : paths_) used[path->rail] = true;
   const auto rails = std::count(used.begin(), used.end(), true);
   std::string text = "verbs, " + std::to_string(rails) + (rails == 1 ? " rail" : " rails") +
-                     ", control " + control_description_;
+                     fabric_->nearness + ", control " + control_description_;
   std::vector<std::pair<std::string, int>> kinds;
   for (const auto& path : paths_) {
     std::string kind =
@@ -95,7 +108,13 @@ std::string VerbsLink::describe() const {
   for (const auto& [kind, count] : kinds) {
     text += "; " + kind + ", " + std::to_string(count) + " queue pair" + (count == 1 ? "" : "s");
   }
-  if (failovers_ > 0) text += "; " + std::to_string(failovers_) + " failover(s)";
+  if (counts_.failovers > 0) {
+    text += "; " + std::to_string(counts_.failovers) + " failover" +
+            (counts_.failovers == 1 ? "" : "s, the last") + " from " + last_failover_;
+  }
+  text += "; " + std::to_string(counts_.work_requests) + " work requests in " +
+          std::to_string(counts_.posts) + " posts, " + std::to_string(counts_.completions) +
+          " completions, " + std::to_string(counts_.wakeups) + " wake-ups";
   return text;
 }
 

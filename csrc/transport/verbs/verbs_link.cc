@@ -113,14 +113,15 @@ void VerbsLink::write(std::span<const std::byte> source, uint64_t offset,
   leave();
 }
 
-// The open path with the least to do on a rail that is not taken yet.
-VerbsLink::Path* VerbsLink::choose_path(const std::vector<size_t>& rails_taken) {
+// The open path that would be through soonest, on a rail that is not taken yet.
+VerbsLink::Path* VerbsLink::choose_path(uint64_t bytes, const std::vector<size_t>& rails_taken) {
+  const auto work = [bytes](const Path& path) { return path.sends->queued_bytes() + bytes; };
   Path* best = nullptr;
   for (size_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[(next_path_ + i) % paths_.size()];
     if (path.state != Path::kOpen || path.left) continue;
     if (std::find(rails_taken.begin(), rails_taken.end(), path.rail) != rails_taken.end()) continue;
-    if (!best || path.sends->queued_bytes() < best->sends->queued_bytes()) best = &path;
+    if (!best || work(path) * best->speed < work(*best) * path.speed) best = &path;
   }
   return best;
 }
@@ -133,17 +134,20 @@ std::vector<VerbsLink::Path*> VerbsLink::cut(const std::shared_ptr<ibv::Write>& 
   std::vector<Path*> used;
   std::vector<size_t> rails_taken;
   while (used.size() < most) {
-    Path* path = choose_path(rails_taken);
+    Path* path = choose_path(source.size(), rails_taken);
     if (!path) break;
     rails_taken.push_back(path->rail);
     used.push_back(path);
   }
   if (used.empty()) return used;
-  const size_t share = (source.size() / used.size() + kStripeUnit - 1) / kStripeUnit * kStripeUnit;
   write->stripes = write->stripes_left = static_cast<uint16_t>(used.size());
+  uint64_t all = 0, so_far = 0;
+  for (const Path* path : used) all += path->speed;
   size_t from = 0;
   for (size_t i = 0; i < used.size(); ++i) {
-    const size_t end = i + 1 == used.size() ? source.size() : std::min(from + share, source.size());
+    so_far += used[i]->speed;
+    const size_t share = source.size() * so_far / all / kStripeUnit * kStripeUnit;
+    const size_t end = i + 1 == used.size() ? source.size() : share;
     used[i]->sends->add({write, source.data() + from, offset + from, end - from, i == 0});
     from = end;
   }
@@ -216,6 +220,10 @@ void VerbsLink::on_ready(Path& path) {
   ibv::QueuePair* qp = watched_queue_pair(path);
   if (!qp) return;
   qp->take_events();
+  {
+    const Lock lock(mutex_);
+    ++counts_.wakeups;
+  }
   poll(path);
 }
 
@@ -257,6 +265,7 @@ bool VerbsLink::poll_some(Path& path) {
   uint32_t epoch;
   {
     const Lock lock(mutex_);
+    counts_.completions += static_cast<uint64_t>(count);
     for (int i = 0; i < count; ++i) {
       const ibv::Wc& completion = completions[static_cast<size_t>(i)];
       std::string found;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,6 +44,8 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
 
   void on_port_down(size_t nic, uint8_t port) override;
   void on_queue_pair_error(size_t nic, uint32_t number) override;
+  void on_completion_queue_error(size_t nic, const ibv::Cq* cq) override;
+  void on_adapter_error(size_t nic) override;
 
  protected:
   void begin() override;
@@ -59,6 +62,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
     std::shared_ptr<EventLoop> loop;
     size_t rail = 0;         // ours
     size_t remote_rail = 0;  // the peer's
+    uint64_t speed = 1;      // beside the link's other paths
     ibv::PortGid gid, remote_gid;
 
     // What follows is guarded by mutex_. Only the path's loop takes `qp` away once it is watched.
@@ -102,7 +106,8 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   std::string handle_send(Path& path, const ibv::Wc& completion, Writes& done);
   std::string handle_receive(Path& path, const ibv::Wc& completion,
                              std::vector<std::vector<std::byte>>& landed);
-  Path* choose_path(const std::vector<size_t>& rails_taken);
+  void weigh_paths();
+  Path* choose_path(uint64_t bytes, const std::vector<size_t>& rails_taken);
   std::vector<Path*> cut(const std::shared_ptr<ibv::Write>& write,
                          std::span<const std::byte> source, uint64_t offset);
   std::string pump(Path& path);
@@ -110,7 +115,10 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   void report(const Writes& done);
 
   // failover.cc
+  void lose_paths(size_t nic, const std::string& problem,
+                  const std::function<bool(const ibv::QueuePair&)>& affected);
   bool drained(const Path& path) const;
+  void count_failover(const Path& path);
   void lose_path(Path& path, const std::string& problem);
   void fail_after_last_words(const std::string& reason);
   void begin_drain(Path& path, uint32_t epoch);
@@ -140,7 +148,8 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   std::vector<std::unique_ptr<Path>> paths_;  // the vector itself is immutable
   uint64_t next_write_ = 0;                   // guarded by mutex_
   size_t next_path_ = 0;                      // guarded by mutex_
-  uint64_t failovers_ = 0;                    // guarded by mutex_
+  ibv::Counts counts_;                        // guarded by mutex_
+  std::string last_failover_;                 // guarded by mutex_
 };
 
 }  // namespace kvxfer
