@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -94,6 +95,38 @@ TEST_SUITE("verbs rig" * doctest::skip(rig() == nullptr)) {
       if (id == 60) rig_command("shape 1 loss 100%");
     });
     CHECK(pair.lost("retry"));
+  }
+
+  TEST_CASE("a rail whose adapters are removed is taken out") {
+    struct Again {
+      ~Again() { static_cast<void>(!std::system((std::string(rig()) + " setup").c_str())); }
+    } const again;
+    RigPair pair;
+    run_traffic(pair, 120, [&](uint32_t id) {
+      if (id == 60) rig_command("remove 1");
+    });
+    CHECK(eventually(20, [&] { return pair.lost(); }));
+    CHECK(pair.lost("failover"));
+  }
+
+  TEST_CASE("a receiver that has stopped ends the path where retries are limited") {
+    VerbsOptions consumer = patient(true), producer = patient(false);
+    consumer.devices.resize(1);
+    producer.devices.resize(1);
+    consumer.receives = 1;
+    producer.rnr_retry = 3;
+    VerbsPair pair(consumer, producer);
+    std::atomic<bool> go{false};
+    pair.consumer_sink.landed_hook = [&](auto, bool) {
+      while (!go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    pair.start();
+    const Bytes source = random_bytes(1000, 1);
+    for (uint64_t i = 0; i < 5; ++i) pair.producer->write(source, 0, {}, i);
+    CHECK(pair.producer_sink.wait_closed());
+    CHECK(pair.producer_sink.closed[0].find("RNR") != std::string::npos);
+    CHECK(pair.producer_sink.written.size() == 5);
+    go = true;
   }
 
   TEST_CASE("with both rails cut the link ends with the reason") {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# rig.sh setup | cut RAIL | restore RAIL | shape RAIL NETEM... | run COMMAND...
+# rig.sh setup | cut RAIL | restore RAIL | remove RAIL | shape RAIL NETEM... | run COMMAND...
 #
 # Two rails between two "hosts" on one machine that has soft-RoCE: rxe0 and rxe1 on the ends of one
 # pair of virtual Ethernet devices (rail 0), rxe2 and rxe3 on those of another (rail 1). Needs root
@@ -64,6 +64,11 @@ case $command in
   setup) setup ;;
   cut) ip link set "$(device "$1" 1)" down ;;
   restore) connect "$1" ;;
+  remove)
+    for end in 0 1; do ip link set "$(device "$1" $end)" down; done
+    # It goes for good when the adapters on it do, which those who use them delay.
+    ip link delete "$(device "$1" 0)" >/dev/null 2>&1 &
+    ;;
   shape)
     rail=$1
     shift
