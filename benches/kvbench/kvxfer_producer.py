@@ -19,14 +19,21 @@ class _Producer:
         self._offers: list[Any] = []
 
     def start(
-        self, transport: str, digest: bool, run_bytes: int, pool_bytes: int, pages: Pages, seed: int
+        self,
+        transport: str,
+        digest: bool,
+        run_bytes: int,
+        pool_bytes: int,
+        pages: Pages,
+        seed: int,
+        devices: str | None,
     ) -> Reply:
         import kvxfer
 
         self._pool = Pool(pool_bytes, pages)
         self._pool.fill_random(seed)
         self._run_bytes = run_bytes
-        self._agent = make_agent("bench-producer", transport, digest, "127.0.0.1:0")
+        self._agent = make_agent("bench-producer", transport, digest, "127.0.0.1:0", devices)
         array = cache_array(self._pool, run_bytes)
         self._cache = self._agent.register(kvxfer.Cache({"layer": array}, axes="BHNC"))
         return {}

@@ -42,11 +42,13 @@ def cache_array(pool: Pool, run_bytes: int) -> npt.NDArray[np.float16]:
     return pool.bytes.view(np.float16).reshape(-1, 1, tokens, TOKEN_BYTES // 2)
 
 
-def make_agent(name: str, transport: str, digest: bool, listen: str | None) -> Any:
-    """An agent on one transport."""
+def make_agent(
+    name: str, transport: str, digest: bool, listen: str | None, devices: str | None = None
+) -> Any:
+    """An agent on one transport; `devices` are RDMA adapters."""
     import kvxfer
 
-    config = kvxfer.Config(transport=transport, digest=digest)
+    config = kvxfer.Config(transport=transport, digest=digest, verbs_devices=devices)
     return kvxfer.Agent(name, listen=listen, config=config)
 
 
@@ -57,6 +59,8 @@ class Consumer:
     ----------
     pool_bytes
         Size of the cache on each side; the runs of a fetch lie at random blocks of it.
+    devices
+        RDMA adapters of the consumer and of the producer.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Consumer:
         pool_bytes: int,
         pages: Pages,
         digest: bool = True,
+        devices: tuple[str | None, str | None] = (None, None),
     ) -> None:
         self._native = native
         self._transport = transport
@@ -84,8 +89,9 @@ class Consumer:
                 pool_bytes=pool_bytes,
                 pages=pages,
                 seed=DATA_SEED,
+                devices=devices[1],
             )
-            self._agent = make_agent("bench-consumer", transport, digest, None)
+            self._agent = make_agent("bench-consumer", transport, digest, None, devices[0])
             self._cache = self._agent.register(self._describe())
         except BaseException:
             self.close()
