@@ -112,7 +112,7 @@ tokens; the rest of a last block is zero, and blocks that nobody asked for are a
   staged      through decode-0's staging arena; over shm the producer packs right into that
 {why}
 
-Next: README.md has the same in twenty lines of your own code; --help has this demo's options."""
+Next: README.md has the same in fifteen lines of your own code; --help has this demo's options."""
 
 
 def _run(options: argparse.Namespace) -> int:
