@@ -40,9 +40,13 @@ def main() -> int:
         return 0
     Patience.left_s = arguments.patience
     whole = not arguments.only and not arguments.quick
-    lines = list(_run(arguments))
+    lines = []
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with RESULTS.open("w") as file:  # as they come, so that a run that is cut off is not lost
+        for line in _run(arguments):
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
     print(f"# written: {RESULTS.relative_to(ROOT)}", file=sys.stderr)
     if whole or arguments.write:
         _write(lines)
