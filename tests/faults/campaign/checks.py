@@ -38,10 +38,11 @@ class Checks:
                 place.agent.poll()
         awake = state.clock.seconds
         for at, fetching in list(state.fetches.items()):
-            done = fetching.fetch.done
-            if awake > fetching.deadline + SLACK and not fetching.reported:
+            done, over = fetching.fetch.done, awake - fetching.deadline
+            if done:  # perhaps long ago: we may have had no time to look
+                over = min(over, fetching.fetch.report.seconds - fetching.timeout)
+            if over > SLACK and not fetching.reported:
                 fetching.reported = True
-                over = awake - fetching.deadline
                 state.say_fault(
                     "late", f"fetch {at} of offer {fetching.number} is {over:.1f} s over"
                 )

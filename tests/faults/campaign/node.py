@@ -187,9 +187,11 @@ class Node:
             raise
         if self._state.sabotage == "leak":
             self._leaked.append(os.open("/dev/null", os.O_RDONLY))
-        early = timeout + 2 * SLACK if self._state.sabotage == "late" else 0.0
-        deadline = self._state.clock.seconds + timeout - early
-        self._state.fetches[id] = Fetching(place, fetch, number, blocks, tokens, slot, deadline)
+        wanted = timeout - (timeout + 2 * SLACK if self._state.sabotage == "late" else 0.0)
+        deadline = self._state.clock.seconds + wanted
+        self._state.fetches[id] = Fetching(
+            place, fetch, number, blocks, tokens, slot, wanted, deadline
+        )
 
     def _take(self, place: Place, count: int) -> list[int] | None:
         """Take so many blocks to fetch into, if there are."""
@@ -220,7 +222,9 @@ class Node:
             for at in range(id, id + count):
                 fetch = place.agent.fetch(ticket, place.paged.cache, blocks, timeout=timeout)
                 deadline = self._state.clock.seconds + timeout
-                fetching = Fetching(place, fetch, number, blocks, tokens, 0, deadline, shared=True)
+                fetching = Fetching(
+                    place, fetch, number, blocks, tokens, 0, timeout, deadline, shared=True
+                )
                 self._state.fetches[at] = fetching
                 running.append(fetching)
         finally:
@@ -252,7 +256,7 @@ class Node:
         place = self._state.places[agent]
         fetch = place.agent.decline(ticket, place.paged.cache, timeout=timeout)
         deadline = self._state.clock.seconds + timeout
-        self._state.fetches[id] = Fetching(place, fetch, number, [], (0, 0), 0, deadline)
+        self._state.fetches[id] = Fetching(place, fetch, number, [], (0, 0), 0, timeout, deadline)
 
     def reject(self, agent: str, number: int, ticket: kvxfer.Ticket) -> None:
         del number

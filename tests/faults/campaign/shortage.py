@@ -99,4 +99,8 @@ def flip(agent: kvxfer.Agent, seconds: float) -> None:
                     arena[at] ^= 1 << draw.randrange(8)
                 time.sleep(0.001)
 
-    threading.Thread(target=work, daemon=True, name="campaign-flip").start()
+    try:
+        threading.Thread(target=work, daemon=True, name="campaign-flip").start()
+    except BaseException:
+        os.close(descriptor)
+        raise

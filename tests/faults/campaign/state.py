@@ -49,7 +49,8 @@ class Fetching:
     blocks: list[int]
     tokens: tuple[int, int]
     first_slot: int
-    deadline: float  # of the awake clock
+    timeout: float
+    deadline: float  # the same by the awake clock
     shared: bool = False  # its block belongs to a burst
     reported: bool = False
     judged: bool = False
