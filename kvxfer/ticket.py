@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -111,6 +111,10 @@ def issue_ticket(
         raise TicketError("a ticket needs an offer id, at least one token and at least one agent")
     if first_token + num_tokens > _MAX_TOKEN:
         raise TicketError(f"tokens [{first_token}, {first_token + num_tokens}) go beyond 2^32")
+    for agent in agents:
+        if isinstance(agent.layers, str):
+            raise TicketError(f"layers={agent.layers!r:.80} is a name, not names")
+        _names((offer_id, model, agent.name, agent.address, *(agent.layers or ())))
     if generation is not None and len(generation) != _GENERATION_BYTES:
         raise TicketError(f"a generation has 16 bytes, not {len(generation)}")
     body: Ticket = {
@@ -169,16 +173,45 @@ def parse_ticket(ticket: object, secret: str | None) -> ParsedTicket:
         raise TicketError(f"ticket is signed but malformed: {error!r}") from error
 
 
+def _names(values: Iterable[object]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise TicketError(f"{value!r:.80} is no text, as names in a ticket are")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    return value
+
+
+def _layers(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.80} is no list of layers")
+    return tuple(_text(layer) for layer in value)
+
+
+def _incarnation(value: object) -> int | None:
+    if value is None:
+        return None
+    number = int(_text(value), 16)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"incarnation {value!r:.80} is no number of 64 bits")
+    return number
+
+
 def _take_apart(ticket: Ticket) -> ParsedTicket:
     json.dumps(ticket, ensure_ascii=False).encode()  # half a surrogate pair is no text
     first_token, num_tokens = (index(value) for value in ticket["tokens"])
     generation = bytes.fromhex(ticket["generation"])
     agents = tuple(
         AgentRef(
-            name=str(agent["name"]),
-            address=str(agent["address"]),
-            incarnation=None if agent["incarnation"] is None else int(agent["incarnation"], 16),
-            layers=None if agent["layers"] is None else tuple(agent["layers"]),
+            name=_text(agent["name"]),
+            address=_text(agent["address"]),
+            incarnation=_incarnation(agent["incarnation"]),
+            layers=_layers(agent["layers"]),
             heads=None
             if agent["heads"] is None
             else (index(agent["heads"][0]), index(agent["heads"][1])),
@@ -189,5 +222,5 @@ def _take_apart(ticket: Ticket) -> ParsedTicket:
     if len(generation) != _GENERATION_BYTES or not tokens_fit or not agents:
         raise ValueError("generation, tokens or agents out of range")
     return ParsedTicket(
-        str(ticket["offer"]), generation, first_token, num_tokens, str(ticket["model"]), agents
+        _text(ticket["offer"]), generation, first_token, num_tokens, _text(ticket["model"]), agents
     )

@@ -48,6 +48,13 @@ def test_what_was_left_out_stays_unknown() -> None:
     assert parsed.model == ""
 
 
+@pytest.mark.parametrize("layers", [(0, 1), ("layer.0", None), "layer.0"], ids=str)
+def test_layers_that_are_no_names_are_not_issued(layers: object) -> None:
+    agent = kvxfer.AgentRef(name="a", address="h:1", layers=layers)  # type: ignore[arg-type]
+    with pytest.raises(kvxfer.TicketError, match="name"):
+        kvxfer.issue_ticket("r", [agent], num_tokens=1)
+
+
 def test_generations_are_drawn_anew() -> None:
     assert len({issue()["generation"] for _ in range(100)}) == 100
 
@@ -180,7 +187,16 @@ def resigned(ticket: kvxfer.Ticket) -> kvxfer.Ticket:
         {"agents": [{**issue()["agents"][0], "incarnation": 5}]},
         {"agents": [{**issue()["agents"][0], "heads": [1]}]},
         {"agents": [{**issue()["agents"][0], "heads": "ab"}]},
+        {"agents": [{**issue()["agents"][0], "incarnation": "-5"}]},
+        {"agents": [{**issue()["agents"][0], "incarnation": "1" + 16 * "0"}]},
         {"agents": [{**issue()["agents"][0], "layers": 5}]},
+        {"agents": [{**issue()["agents"][0], "layers": [5]}]},
+        {"agents": [{**issue()["agents"][0], "layers": ["l", None]}]},
+        {"agents": [{**issue()["agents"][0], "layers": "layer.0"}]},
+        {"agents": [{**issue()["agents"][0], "name": 5}]},
+        {"agents": [{**issue()["agents"][0], "address": ["127.0.0.1:1"]}]},
+        {"offer": 5},
+        {"model": None},
         {"agents": [{**issue()["agents"][0], "name": "\ud800"}]},
         {"agents": [{**issue()["agents"][0], "heads": [0, 1.5]}]},
         {"offer": "\ud800"},
