@@ -25,7 +25,9 @@ constexpr uint32_t k24Bits = 0xffffff;
 RailAddress decode_rail(ByteReader& reader, uint64_t pieces) {
   RailAddress rail;
   rail.name = reader.get_string(kMaxName);
-  rail.ethernet = reader.get<uint8_t>() != 0;
+  const auto ethernet = reader.get<uint8_t>();
+  if (ethernet > 1) malformed("a link layer of number " + std::to_string(ethernet));
+  rail.ethernet = ethernet != 0;
   rail.lid = reader.get<uint16_t>();
   rail.mtu = reader.get<uint8_t>();
   rail.mbit_per_second = reader.get<uint32_t>();

@@ -14,6 +14,7 @@ namespace {
 constexpr std::byte kWhole{0}, kFirstPart{1}, kAboutPath{2};
 
 constexpr uint32_t kMaxReason = 4096;
+constexpr uint32_t k24Bits = 0xffffff;
 
 std::vector<std::byte> frame(std::byte kind, std::span<const std::byte> content) {
   std::vector<std::byte> framed;
@@ -49,8 +50,12 @@ PathMessage PathMessage::decode(std::span<const std::byte> bytes) {
   message.path = reader.get<uint16_t>();
   message.epoch = reader.get<uint32_t>();
   message.landed = reader.get<uint64_t>();
-  message.qp.number = reader.get<uint32_t>() & 0xffffff;
-  message.qp.psn = reader.get<uint32_t>() & 0xffffff;
+  message.qp.number = reader.get<uint32_t>();
+  message.qp.psn = reader.get<uint32_t>();
+  if (message.qp.number > k24Bits || message.qp.psn > k24Bits) {
+    throw Error(StatusCode::kProtocol,
+                "the peer named a queue pair number or PSN of more than 24 bits");
+  }
   message.reason = reader.get_string(kMaxReason);
   reader.expect_end();
   return message;
