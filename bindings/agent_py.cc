@@ -115,6 +115,7 @@ void register_options(py::module_& module) {
       .def_readwrite("inline_bytes", &AgentOptions::inline_bytes)
       .def_readwrite("heartbeat_interval", &AgentOptions::heartbeat_interval)
       .def_readwrite("heartbeat_timeout", &AgentOptions::heartbeat_timeout)
+      .def_readwrite("peer_bytes", &AgentOptions::peer_bytes)
       .def_readwrite("digest", &AgentOptions::digest)
       .def_readwrite("lock_arena", &AgentOptions::lock_arena);
 
@@ -145,7 +146,8 @@ void register_options(py::module_& module) {
                              [](const FetchReport& report) { return to_text(report.codec_why); })
       .def_readonly("wire_bytes", &FetchReport::wire_bytes)
       .def_readonly("exceptions", &FetchReport::exceptions)
-      .def_readonly("clamped", &FetchReport::clamped);
+      .def_readonly("clamped", &FetchReport::clamped)
+      .def_readonly("retry_after", &FetchReport::retry_after);
 
   py::class_<AgentStats>(module, "AgentStats")
       .def_readonly("offers", &AgentStats::offers)
@@ -155,6 +157,7 @@ void register_options(py::module_& module) {
       .def_readonly("slots", &AgentStats::slots)
       .def_readonly("free_slots", &AgentStats::free_slots)
       .def_readonly("quarantined_slots", &AgentStats::quarantined_slots)
+      .def_readonly("held_bytes", &AgentStats::held_bytes)
       .def_readonly("bytes_sent", &AgentStats::bytes_sent)
       .def_readonly("bytes_received", &AgentStats::bytes_received)
       .def_readonly("wire_bytes_sent", &AgentStats::wire_bytes_sent)
@@ -313,6 +316,7 @@ void register_agent(py::module_& module) {
           },
           py::arg("peer"), py::arg("status"), py::arg("message"))
       .def("peer_alive", &Agent::peer_alive, py::arg("peer"), NoGil())
+      .def("retire_peer", &Agent::retire_peer, py::arg("peer"), NoGil())
       .def("arena_fd", &Agent::arena_fd, NoGil())
       .def("arena_bytes", &Agent::arena_bytes, NoGil())
       .def("event_fd", &Agent::event_fd, NoGil())

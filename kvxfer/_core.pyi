@@ -283,6 +283,7 @@ class AgentOptions:
     inline_bytes: int
     heartbeat_interval: float
     heartbeat_timeout: float
+    peer_bytes: int
     digest: bool
     lock_arena: bool
     def __init__(self) -> None: ...
@@ -332,6 +333,8 @@ class FetchReport:
     def exceptions(self) -> int: ...
     @property
     def clamped(self) -> int: ...
+    @property
+    def retry_after(self) -> float: ...
 
 # Nanoseconds, duration, kind, request, offer, peer, chunk, bytes, status.
 _TraceRecord = tuple[int, int, str, int, str, int, int, int, str]
@@ -376,6 +379,8 @@ class AgentStats:
     def free_slots(self) -> int: ...
     @property
     def quarantined_slots(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
     @property
     def bytes_sent(self) -> int: ...
     @property
@@ -545,6 +550,8 @@ class Agent:
         """End a connection: what waits for it fails with that status."""
     def peer_alive(self, peer: int) -> bool:
         """Whether it is connected or being connected."""
+    def retire_peer(self, peer: int) -> None:
+        """End a connection as soon as nothing is fetched over it."""
     def arena_fd(self) -> int:
         """The staging arena's memfd, made at the first call. The agent owns it."""
     def arena_bytes(self) -> int:

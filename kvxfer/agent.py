@@ -423,8 +423,9 @@ class Agent:
         with self._lock:
             self._check_open()
             for agent in parsed.agents:
-                peer = self._peers.get(agent)
-                self._core.renew(peer.id, parsed.offer_id, parsed.generation)
+                peer = self._peers.find(agent, self._config.require)
+                if peer is not None:
+                    self._core.renew(peer.id, parsed.offer_id, parsed.generation)
 
     def connect(self, name: str, address: str) -> None:
         """Connect to a producer ahead of the first fetch, and wait for it.

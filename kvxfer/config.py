@@ -69,6 +69,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "verbs_queue_pairs": (1, 32),
     "verbs_traffic_class": (0, 255),
     "inline_bytes": (0, 1 << 30),
+    "peer_bytes": (1 << 16, 1 << 40),
     "heartbeat_interval": (0.001, 1e6),
     "heartbeat_timeout": (0.002, 1e7),
     "handshake_timeout": (0.001, 1e6),
@@ -250,6 +251,12 @@ class Config:
     handshake_timeout: float = _knob(
         "KVXFER_HANDSHAKE_TIMEOUT", 5.0, "seconds", "for connecting to a peer, all steps together"
     )
+    peer_bytes: int = _knob(
+        "KVXFER_PEER_BYTES",
+        64 << 20,
+        "bytes",
+        "memory that one peer's layouts and open fetches may take; beyond it fetches end with BUSY",
+    )
     digest: bool = _knob("KVXFER_DIGEST", True, "bool", "verify every chunk before it is published")
     trace_dir: str | None = _knob(
         "KVXFER_TRACE_DIR", None, "path", "folder that a trace of each failed fetch is written to"
@@ -313,6 +320,7 @@ class Config:
         options.bulk_threads, options.inline_bytes = self.tcp_threads, self.inline_bytes
         options.heartbeat_interval = self.heartbeat_interval
         options.heartbeat_timeout = self.heartbeat_timeout
+        options.peer_bytes = self.peer_bytes
         options.digest, options.lock_arena = self.digest, self.lock_arena
         return options
 

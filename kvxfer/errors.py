@@ -26,6 +26,7 @@ class Status(str, enum.Enum):
     NO_RESOURCES = "NO_RESOURCES"
     PROTOCOL = "PROTOCOL"
     WITHDRAWN = "WITHDRAWN"
+    BUSY = "BUSY"
 
 
 class Error(Exception):
@@ -65,11 +66,15 @@ class HandshakeError(Error, ConnectionError):
 
 
 class TransferError(Error):
-    """A fetch ended without delivering. Its blocks must not be used."""
+    """A fetch ended without delivering. Its blocks must not be used.
 
-    def __init__(self, status: Status, message: str) -> None:
+    After BUSY, `retry_after` says in how many seconds the same may work.
+    """
+
+    def __init__(self, status: Status, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return f"{self.status.value}: {self.args[0]}"

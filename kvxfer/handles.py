@@ -51,6 +51,8 @@ class Report:
     """Rows that travelled as they are although their codec is another: NaN, infinity, 2^100."""
     clamped: int = 0
     """Elements beyond the largest that the cache's type can hold; they became that."""
+    retry_after: float = 0.0
+    """After BUSY, seconds after which the same may work; 0 where nothing was said."""
 
     @property
     def gbps(self) -> float:
@@ -156,7 +158,7 @@ class Fetch(_Handle):
         name, message = self._core.status()
         if name == "OK":
             return None
-        error = TransferError(Status(name), message)
+        error = TransferError(Status(name), message, self._core.report().retry_after or None)
         failed, self._failed = self._failed, None
         if failed is not None:
             failed(str(error))
@@ -225,6 +227,7 @@ class Fetch(_Handle):
             core.wire_bytes,
             core.exceptions,
             core.clamped,
+            core.retry_after,
         )
 
     def __await__(self) -> Generator[None, None, None]:

@@ -216,7 +216,7 @@ class Listener:
                 raise HandshakeError(
                     f"agent {self._identity.name!r} is busy: {_MAX_CONSUMERS} consumers are "
                     "connecting at this moment; try again",
-                    Status.NO_RESOURCES,
+                    Status.BUSY,
                 )
             try:
                 self._take_peer(connection, hello, deadline)

@@ -68,15 +68,9 @@ class Peers:
         """
         agent = AgentRef(name=agent.name, address=agent.address, incarnation=agent.incarnation)
         require = require or self._config.require
-        for kind in (require, "rdma" if require is None else None):
-            peer = self._connected.get((agent.address, agent.name, kind))
-            if peer is None or not self._core.peer_alive(peer.id):
-                continue
-            if require is not None and peer.transport not in RDMA:
-                continue
-            assert peer.identity is not None
-            if agent.incarnation in (None, peer.identity.incarnation):
-                return peer
+        connected = self.find(agent, require)
+        if connected is not None:
+            return connected
         # Not connected; or this is an older ticket, or one from after a restart of which the news
         # has not arrived yet: ask who is there. A connection that works is kept until then.
         dialling = self._dialling.get((agent, require))
@@ -97,6 +91,19 @@ class Peers:
         # Its thread ends by taking the lock, which our caller holds.
         self._dialling[agent, require] = peer
         return peer
+
+    def find(self, agent: AgentRef, require: str | None = None) -> Peer | None:
+        """Return the connection to an agent if there is one. Needs the lock."""
+        for kind in (require, "rdma" if require is None else None):
+            peer = self._connected.get((agent.address, agent.name, kind))
+            if peer is None or not self._core.peer_alive(peer.id):
+                continue
+            if require is not None and peer.transport not in RDMA:
+                continue
+            assert peer.identity is not None
+            if agent.incarnation in (None, peer.identity.incarnation):
+                return peer
+        return None
 
     def attach_loopback(self, producer: Peers, faults: _core.LoopbackFaults) -> None:
         """Connect to an agent of this process over a link on which these things go wrong."""
@@ -137,7 +144,12 @@ class Peers:
                     del self._dialling[agent, require]
                 if peer.failure is None:
                     self._forget_lost()
-                    self._connected[agent.address, agent.name, require] = peer
+                    key = (agent.address, agent.name, require)
+                    # Two may have been dialled at once, for tickets with and without incarnation.
+                    before = self._connected.get(key)
+                    if before is not None:
+                        self._core.retire_peer(before.id)
+                    self._connected[key] = peer
                 else:
                     self._fail(peer, peer.failure)
         finally:

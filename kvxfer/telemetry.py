@@ -27,6 +27,7 @@ GAUGES = {
     "slots": "slots of the staging arena",
     "free_slots": "slots that nobody holds",
     "quarantined_slots": "slots of cancelled fetches that a peer may still write into",
+    "held_bytes": "bytes that peers' layouts and open fetches take, bounded by peer_bytes",
 }
 COUNTERS = {
     "bytes_sent": "bytes of KV that were packed and sent",

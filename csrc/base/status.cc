@@ -18,6 +18,7 @@ const char* status_name(StatusCode code) {
     case StatusCode::kNoResources: return "NO_RESOURCES";
     case StatusCode::kProtocol: return "PROTOCOL";
     case StatusCode::kWithdrawn: return "WITHDRAWN";
+    case StatusCode::kBusy: return "BUSY";
   }
   return "UNKNOWN";
 }

@@ -138,6 +138,7 @@ AgentStats Agent::stats() const {
   stats.fetches = core.fetches.size();
   stats.peers = core.peers.size();
   for (const auto& [id, peer] : core.peers) stats.serving += peer->serves.size();
+  stats.held_bytes = core.held;
   if (core.arena) {
     stats.slots = core.arena->num_slots();
     stats.free_slots = core.arena->num_free();
@@ -172,8 +173,6 @@ void Agent::close() {
     for (const auto& [handle, fetch] : fetches) fail_fetch(core, fetch, closing);
     const auto peers = core.peers;
     for (const auto& [id, peer] : peers) {
-      if (peer->link && peer->state != Peer::kClosing)
-        peer->link->send(wire::encode_bye(closing.message));
       drop_peer(core, peer, closing);
       if (!peer->link) core.peers.erase(id);
     }

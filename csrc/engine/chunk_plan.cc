@@ -69,6 +69,11 @@ ChunkPlan::ChunkPlan(PanelPlan plan, uint32_t num_layers, uint32_t chunk_bytes, 
   }
 }
 
+uint64_t ChunkPlan::plan_bytes() const {
+  const uint64_t rest = std::visit([](const auto& plan) { return plan.plan_bytes(); }, plan_);
+  return rest + bounds_.capacity() * sizeof(uint64_t);
+}
+
 bool ChunkPlan::can_have(uint32_t chunk, uint64_t bytes) const {
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   if (!coded()) return bytes == end - begin;

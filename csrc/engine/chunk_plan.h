@@ -34,6 +34,8 @@ class ChunkPlan {
   ChunkPlan(CopyPlan plan, uint32_t num_layers, uint32_t chunk_bytes, bool per_layer);
   ChunkPlan(PanelPlan plan, uint32_t num_layers, uint32_t chunk_bytes, bool per_layer);
 
+  uint64_t plan_bytes() const;  // of the plan itself, in memory
+
   bool coded() const { return std::holds_alternative<PanelPlan>(plan_); }
   uint32_t num_chunks() const { return static_cast<uint32_t>(bounds_.size() - 1); }
   // Most bytes that all chunks together have on the wire; exact where they are plain memory.

@@ -268,6 +268,7 @@ void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused) {
   if (found == peer.parts.end()) return;
   const auto part = found->second;
   part->sent = false;  // nothing is under way for it any more: neither CANCEL nor quarantine
+  part->fetch->report.retry_after = refused.retry_ms / 1e3;
   fail_part(core, part, {refused.code, "'" + peer.name + "' refused: " + refused.reason});
 }
 

@@ -20,6 +20,7 @@
 #include "engine/arena.h"
 #include "engine/chunk_plan.h"
 #include "engine/event_queue.h"
+#include "engine/fair_queue.h"
 #include "engine/recorder.h"
 #include "engine/timers.h"
 #include "kvxfer/agent.h"
@@ -93,6 +94,8 @@ struct Serve {
   uint32_t in_flight = 0;  // packs and writes
   bool queued = false;     // in AgentCore::serve_queue
   bool ended = false;
+  uint64_t held = 0;                     // bytes of Peer::held
+  TimePoint began;                       // once accepted
   std::optional<wire::Bytes> last_word;  // sent once in_flight is 0
 };
 
@@ -155,6 +158,12 @@ struct OrderKey {
   auto operator<=>(const OrderKey&) const = default;
 };
 
+// A cache of a peer, with relative addresses, and what it takes to remember it.
+struct KnownLayout {
+  CacheLayout layout;
+  uint64_t bytes = 0;
+};
+
 // One connection, in one direction. Kept until the link's on_closed().
 struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   enum State { kConnecting, kGreeting, kReady, kClosing };
@@ -172,12 +181,16 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   uint32_t schemes = 0;     // the same
   std::atomic<TimePoint> last_heard{};
   // Producer side.
-  std::map<uint32_t, CacheLayout> layouts;  // remote cache id -> layout with relative addresses
+  std::map<uint32_t, KnownLayout> layouts;  // by remote cache id
+  uint64_t layout_bytes = 0;                // of `held`
   std::map<OrderKey, WireOrder> orders;     // what choose_wire_order() has answered
   uint32_t staged = 0;                      // slots of AgentCore::staging that its chunks hold
+  uint64_t held = 0;                        // bytes that it has us keep: see budget.cc
   std::map<uint64_t, std::shared_ptr<Serve>> serves;
   // Consumer side.
   std::set<CacheId> announced;
+  uint32_t granted = 0;  // slots of the arena that it may use, or uses
+  bool retired = false;  // closed when it has nothing to do
   std::map<uint64_t, std::shared_ptr<Part>> parts;
   std::vector<std::shared_ptr<Part>> pending;  // until kReady
   uint64_t next_fetch_id = 1;
@@ -232,19 +245,21 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
       waiting;                           // fetches whose offer is not there yet
   std::map<Generation, Status> history;  // how offers ended, the newest ones
   std::deque<Generation> history_order;
-  std::deque<std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit; round robin
+  FairQueue<Peer*, std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit
   uint32_t packing = 0;
   std::shared_ptr<Arena>
       staging;          // where chunks wait for transports that don't map the peer's arena
   uint32_t staged = 0;  // slots of it that are taken or promised to packs
   std::map<uint64_t, Writing> writing;
   uint64_t next_token = 1;
+  uint64_t held = 0;         // of all peers
+  double serve_seconds = 0;  // that fetches took here lately
 
   // Consumer side.
   std::shared_ptr<Arena> arena;
   std::vector<SlotInfo> slots;
   std::map<uint64_t, std::shared_ptr<FetchState>> fetches;
-  std::deque<std::shared_ptr<Part>> hungry;  // want a slot; round robin
+  FairQueue<Peer*, std::shared_ptr<Part>> hungry;  // want a slot
 
   const std::unique_ptr<ThreadPool> pool;
   const std::unique_ptr<IoThreads> io;  // its control loop is the progress thread
@@ -286,10 +301,18 @@ void release_if_unread(AgentCore& core, OfferState& offer);
 void renew_lease(OfferState& offer);
 
 // serve_plan.cc
-// Compares the two caches and the slice, decides how it is sent, and says so: ACCEPT. Throws Error
-// for what is refused.
-void accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
-                  const CacheLayout& theirs);
+// Compares the two caches and the slice, decides how it is sent, and returns the ACCEPT that says
+// so. Throws Error for what is refused.
+wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
+                         const CacheLayout& theirs);
+
+// budget.cc
+void hold(AgentCore& core, Serve& serve, uint64_t bytes);  // throws Error(kBusy)
+void let_go(AgentCore& core, Serve& serve);                // it has ended
+uint64_t bytes_of(const wire::Fetch& request);
+void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout);  // throws
+void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id);
+double retry_seconds(const AgentCore& core);  // after which there may be room
 
 // producer.cc
 void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request);

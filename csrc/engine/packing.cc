@@ -8,15 +8,13 @@
 namespace kvxfer {
 namespace {
 
-// Whether a chunk to this peer can be staged. Not when all slots are taken, or when the peer has
-// its share: a consumer that reads slowly must not hold up the others.
-bool reserve_staging(AgentCore& core, Peer& peer) {
-  if (core.staged == core.staging->num_slots() || peer.staged >= core.staging->num_slots() / 2) {
-    return false;
-  }
-  ++core.staged;
-  ++peer.staged;
-  return true;
+bool is_staged(const Peer& peer) { return peer.link->mapped_arena().empty(); }
+
+// Whether a chunk to this peer can be packed now. If it has to be staged, not when all slots are
+// taken, or when the peer has its share: a consumer that reads slowly must not hold up the others.
+bool has_room(const AgentCore& core, const Peer& peer) {
+  if (!is_staged(peer)) return true;
+  return core.staged < core.staging->num_slots() && peer.staged < core.staging->num_slots() / 2;
 }
 
 void unreserve_staging(AgentCore& core, Peer& peer) {
@@ -103,21 +101,21 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 void start_packs(AgentCore& core) {
   // One more than there are workers, so that a worker that is done finds the next chunk waiting.
   const uint32_t limit = core.options.threads + 1;
-  size_t passed_over = 0;  // they wait for staging: on_written() comes back here
-  while (core.packing < limit && passed_over < core.serve_queue.size()) {
-    const auto serve = std::move(core.serve_queue.front());
-    core.serve_queue.pop_front();
+  while (core.packing < limit) {
+    // Who waits for staging is passed over: on_written() comes back here.
+    const auto next = core.serve_queue.pop([&](Peer* peer) { return has_room(core, *peer); });
+    if (!next) return;
+    const auto& serve = *next;
     serve->queued = false;
     if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
-    const bool staged = serve->peer->link->mapped_arena().empty();
-    if (staged && !reserve_staging(core, *serve->peer)) {
-      queue_serve(core, serve);
-      ++passed_over;
-      continue;
+    const bool staged = is_staged(*serve->peer);
+    if (staged) {
+      ++core.staged;
+      ++serve->peer->staged;
     }
-    auto& [next, end] = serve->ready.front();
-    const uint32_t chunk = next++;
-    if (next == end) serve->ready.pop_front();
+    auto& [begin, end] = serve->ready.front();
+    const uint32_t chunk = begin++;
+    if (begin == end) serve->ready.pop_front();
     if (serve->asked > 0) --serve->asked;
     const uint32_t slot = serve->credits.front();
     serve->credits.pop_front();
@@ -125,8 +123,9 @@ void start_packs(AgentCore& core) {
     ++serve->offer->reading;
     ++core.packing;
     queue_serve(core, serve);
-    run_job(core, serve->plan->memory_bytes(chunk),
-            [&core, serve, chunk, slot, staged] { pack_chunk(core, serve, chunk, slot, staged); });
+    run_job(core, serve->plan->memory_bytes(chunk), [&core, serve = serve, chunk, slot, staged] {
+      pack_chunk(core, serve, chunk, slot, staged);
+    });
   }
 }
 

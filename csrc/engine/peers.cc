@@ -8,8 +8,6 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMaxViews = 1u << 18;  // that one peer may announce: about 10 MB
-
 void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   if (peer.state != Peer::kGreeting) throw Error(StatusCode::kProtocol, "HELLO came twice");
   if (hello.name != peer.name || hello.incarnation != peer.incarnation) {
@@ -61,19 +59,6 @@ CacheLayout to_layout(const wire::Layout& message) {
   return layout;
 }
 
-void learn_layout(Peer& peer, const wire::Layout& message) {
-  size_t views = message.views.size();
-  for (const auto& [id, known] : peer.layouts)
-    views += id == message.cache_id ? 0 : known.views.size();
-  if (views > kMaxViews) {
-    throw Error(StatusCode::kProtocol, "its caches have more than " + std::to_string(kMaxViews) +
-                                           " layers and planes together");
-  }
-  peer.layouts[message.cache_id] = to_layout(message);
-  std::erase_if(peer.orders,
-                [&](const auto& entry) { return entry.first.remote == message.cache_id; });
-}
-
 void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
               std::span<const std::byte> message) {
   using wire::MessageType;
@@ -97,7 +82,7 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
     case MessageType::kHello: return greet(core, *peer, wire::Hello::decode(body));
     case MessageType::kLayout: {
       const auto layout = wire::Layout::decode(body);
-      return learn_layout(*peer, layout);
+      return keep_layout(core, *peer, layout.cache_id, to_layout(layout));
     }
     case MessageType::kFetch: return handle_fetch(core, peer, wire::Fetch::decode(body));
     case MessageType::kAccept: return handle_accept(core, *peer, wire::Accept::decode(body));
@@ -155,12 +140,17 @@ void Peer::on_closed(Link&, const std::string& reason) {
   const auto self = shared_from_this();
   drop_peer(*core, self, {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
   free_slots_of(*core, id);
+  while (!layouts.empty()) forget_layout(*core, *this, layouts.begin()->first);
   core->peers.erase(id);
   core->peers_changed.notify_all();
 }
 
 void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
   if (peer->state == Peer::kClosing) return;
+  // It hears why, unless it is the one that has gone.
+  if (peer->link && why.code != StatusCode::kPeerLost) {
+    peer->link->send(wire::encode_bye(why.message));
+  }
   peer->state = Peer::kClosing;
   peer->failure = std::move(why);
   const auto serves = peer->serves;
@@ -181,6 +171,10 @@ void beat(AgentCore& core) {
   const auto peers = core.peers;
   for (const auto& [id, peer] : peers) {
     if (peer->state != Peer::kReady && peer->state != Peer::kGreeting) continue;
+    if (peer->retired && peer->parts.empty() && peer->pending.empty()) {
+      drop_peer(core, peer, {StatusCode::kClosed, "another connection has taken its place"});
+      continue;
+    }
     if (was_stopped) peer->last_heard = now;
     const auto silence = std::chrono::duration<double>(now - peer->last_heard.load());
     if (silence > timeout) {
@@ -259,6 +253,13 @@ bool Agent::peer_alive(PeerId id) const {
   Guard guard(*core_);
   const auto found = core_->peers.find(id);
   return found != core_->peers.end() && found->second->state != Peer::kClosing;
+}
+
+void Agent::retire_peer(PeerId id) {
+  core_->check_fork();
+  Guard guard(*core_);
+  const auto found = core_->peers.find(id);
+  if (found != core_->peers.end()) found->second->retired = true;
 }
 
 void Agent::renew(PeerId id, const std::string& offer_id, const Generation& generation) {

@@ -7,8 +7,6 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMaxServesPerPeer = 4096;
-
 // Throws Error(kProtocol) when a slot is not in the consumer's arena.
 void check_slots(const Peer& peer, uint32_t chunk_bytes, std::span<const uint32_t> slots) {
   const auto mapped = peer.link->mapped_arena();
@@ -35,6 +33,7 @@ void want_slots(Serve& serve) {
 void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->last_word) serve->peer->link->send(*serve->last_word);
   serve->peer->serves.erase(serve->request.fetch_id);
+  let_go(core, *serve);
   if (serve->offer) {
     serve->offer->serves.erase(serve);
     release_if_unread(core, *serve->offer);
@@ -46,14 +45,14 @@ bool admit(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   Peer& peer = *serve->peer;
   const uint64_t id = serve->request.fetch_id;
   if (peer.serves.contains(id)) throw Error(StatusCode::kProtocol, "an id in use is repeated");
-  if (peer.serves.size() >= kMaxServesPerPeer) {
-    refuse(core, serve,
-           {StatusCode::kNoResources,
-            "'" + core.options.name + "' serves too many fetches of this peer at once"});
+  peer.serves[id] = serve;
+  try {
+    hold(core, *serve, bytes_of(serve->request));
+    return true;
+  } catch (const Error& error) {
+    refuse(core, serve, {error.code(), error.what()});
     return false;
   }
-  peer.serves[id] = serve;
-  return true;
 }
 
 // Begins to serve, waits for the offer, or refuses.
@@ -72,8 +71,11 @@ void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (core.offer_ids.contains(serve->request.offer_id)) {
     return answer_ended(
         core, serve,
-        {StatusCode::kStale, "offer '" + serve->request.offer_id + "' has a newer generation on '" +
-                                 core.options.name + "' than the ticket: ask for a new ticket"});
+        {StatusCode::kStale,
+         "offer '" + serve->request.offer_id + "' is open on '" + core.options.name +
+             "' with another generation than the ticket's, which is of an earlier or of a later "
+             "request of that id: ask for a new ticket, and use an id again only when its offer "
+             "has ended"});
   }
   core.waiting[generation].insert(serve);
 }
@@ -97,7 +99,7 @@ void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->queued || serve->ended || serve->ready.empty() || serve->credits.empty()) return;
   serve->queued = true;
-  core.serve_queue.push_back(serve);
+  core.serve_queue.push(serve->peer.get(), serve);
 }
 
 void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
@@ -159,13 +161,16 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
     if (layout == serve->peer->layouts.end()) {
       throw Error(StatusCode::kProtocol, "FETCH came before the LAYOUT of its cache");
     }
-    accept_fetch(core, *serve, *offer, layout->second);
+    const wire::Bytes accept = accept_fetch(core, *serve, *offer, layout->second.layout);
+    hold(core, *serve, serve->plan->plan_bytes());
+    serve->peer->link->send(accept);
   } catch (const Error& error) {
     return refuse(core, serve, {error.code(), error.what()});
   } catch (const std::exception& error) {  // std::bad_alloc
     return refuse(core, serve, {StatusCode::kNoResources, error.what()});
   }
   serve->offer = offer;
+  serve->began = Clock::now();
   offer->serves.insert(serve);
   core.recorder.add(TraceKind::kServe, offer->generation,
                     {.peer = serve->peer->id, .bytes = serve->plan->wire_bytes()});
@@ -206,8 +211,8 @@ void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit) {
   if (found == peer.serves.end() || found->second->ended) return;
   const auto& serve = found->second;
   check_slots(peer, serve->request.chunk_bytes, credit.slots);
-  if (!serve->plan || serve->credits.size() + credit.slots.size() > wire::kMaxSlots) {
-    throw Error(StatusCode::kProtocol, "CREDIT before ACCEPT, or for more slots than an arena has");
+  if (!serve->plan || serve->credits.size() + credit.slots.size() > serve->plan->num_chunks()) {
+    throw Error(StatusCode::kProtocol, "CREDIT before ACCEPT, or for more slots than chunks");
   }
   serve->credits.insert(serve->credits.end(), credit.slots.begin(), credit.slots.end());
   queue_serve(core, serve);
@@ -234,7 +239,11 @@ void refuse(AgentCore& core, const std::shared_ptr<Serve>& serve, const Status& 
   const wire::Fetch& request = serve->request;
   core.recorder.add(TraceKind::kRefuse, request.generation,
                     {.peer = serve->peer->id, .code = why.code, .name = request.offer_id});
-  end_serve(core, serve, wire::Refused{request.fetch_id, why.code, why.message}.encode());
+  const double wait = why.code == StatusCode::kBusy ? retry_seconds(core) : 0;
+  end_serve(
+      core, serve,
+      wire::Refused{request.fetch_id, why.code, why.message, static_cast<uint32_t>(wait * 1e3)}
+          .encode());
 }
 
 void handle_done(AgentCore& core, Peer& peer, uint64_t fetch_id) {

@@ -266,8 +266,8 @@ WireOrder order_for(Serve& serve, const OfferState& offer, const CacheLayout& th
 
 }  // namespace
 
-void accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
-                  const CacheLayout& theirs) {
+wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
+                         const CacheLayout& theirs) {
   check_fit(core, serve.request, offer, theirs);
   check_request(serve.request);
   const wire::Fetch& request = serve.request;
@@ -308,7 +308,7 @@ void accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
   for (size_t i = 0; i < order.size(); ++i) accept.order[i] = static_cast<uint8_t>(order[i]);
   accept.num_chunks = serve.plan->num_chunks();
   accept.wire_bytes = serve.plan->wire_bytes();
-  serve.peer->link->send(accept.encode());
+  return accept.encode();
 }
 
 }  // namespace kvxfer

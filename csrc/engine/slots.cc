@@ -21,11 +21,27 @@ void ensure_staging(AgentCore& core) {
                                          core.options.slot_bytes, core.options.lock_arena);
 }
 
+namespace {
+
+// A peer that is slow has at most half of the arena, unless there is no other.
+bool may_have_more(const AgentCore& core, const Peer& peer) {
+  if (peer.granted < (core.arena->num_slots() + 1) / 2) return true;
+  return std::none_of(core.peers.begin(), core.peers.end(), [&](const auto& entry) {
+    const Peer& other = *entry.second;
+    return &other != &peer && !other.inbound && other.state == Peer::kReady;
+  });
+}
+
+}  // namespace
+
 uint32_t window_of(const AgentCore& core, const Part& part) {
   return part.peer->link->one_sided() ? core.options.window : core.options.copied_window;
 }
 
 void free_slot(AgentCore& core, uint32_t slot) {
+  if (const auto peer = core.peers.find(core.slots[slot].peer); peer != core.peers.end()) {
+    --peer->second->granted;
+  }
   core.slots[slot] = {};
   core.arena->give_back(slot);
 }
@@ -35,6 +51,7 @@ uint32_t grant_slot(AgentCore& core, Part& part) {
   core.slots[slot] = {SlotInfo::kGranted, part.peer->id, part.id};
   part.slots.push_back(slot);
   ++part.granted;
+  ++part.peer->granted;
   return slot;
 }
 
@@ -43,7 +60,7 @@ void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
                      part->slots.size() < enough && part->peer->state == Peer::kReady;
   if (!wants || part->hungry) return;
   part->hungry = true;
-  core.hungry.push_back(part);
+  core.hungry.push(part->peer.get(), part);
 }
 
 void return_slot(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t slot) {
@@ -68,9 +85,10 @@ void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
 
 void grant_slots(AgentCore& core) {
   std::vector<std::pair<std::shared_ptr<Part>, std::vector<uint32_t>>> grants;
-  while (!core.hungry.empty() && core.arena->num_free() > 0) {
-    const auto part = core.hungry.front();
-    core.hungry.pop_front();
+  while (core.arena->num_free() > 0) {
+    const auto next = core.hungry.pop([&](Peer* peer) { return may_have_more(core, *peer); });
+    if (!next) break;
+    const auto& part = *next;
     part->hungry = false;
     if (part->done || part->fetch->ending || part->wanted <= part->granted) continue;
     const uint32_t slot = grant_slot(core, *part);

@@ -72,6 +72,11 @@ CopyPlan::CopyPlan(const CacheLayout& layout, const BlockTable& table, const Sli
   find_contiguity();
 }
 
+uint64_t CopyPlan::plan_bytes() const {
+  return sizeof(*this) + views_.capacity() * (sizeof(PlaneView) + sizeof(Contiguity)) +
+         tiles_.capacity() * sizeof(Tile);
+}
+
 void CopyPlan::set_order(const WireOrder& order) {
   order_ = order;
   depth_of_.fill(kAxes);

@@ -178,6 +178,12 @@ uint64_t PanelPlan::memory_bytes(uint32_t begin, uint32_t end) const {
   return extent_of(begin, end).memory_bytes;
 }
 
+uint64_t PanelPlan::plan_bytes() const {
+  return sizeof(*this) + blocks_.capacity() * sizeof(uint32_t) +
+         planes_.capacity() * sizeof(Plane) + views_.capacity() * sizeof(View) +
+         format_.producer_scales.capacity() * sizeof(float) + header_.capacity();
+}
+
 uint64_t PanelPlan::most_bytes(uint32_t begin, uint32_t end) const {
   const Extent extent = extent_of(begin, end);
   return chunk_bytes(extent, extent.coded_rows, extent.raw_bytes);

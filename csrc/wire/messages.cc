@@ -270,6 +270,7 @@ Bytes Refused::encode() const {
   out.put(fetch_id);
   out.put(static_cast<uint8_t>(code));
   out.put_string(reason.substr(0, kMaxText));
+  out.put(retry_ms);
   return out.take();
 }
 
@@ -279,6 +280,7 @@ Refused Refused::decode(std::span<const std::byte> body) {
   m.fetch_id = in.get<uint64_t>();
   m.code = checked_code(in.get<uint8_t>());
   m.reason = in.get_string(kMaxText);
+  m.retry_ms = in.get<uint32_t>();
   in.expect_end();
   return m;
 }

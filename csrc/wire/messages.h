@@ -18,7 +18,8 @@ namespace kvxfer::wire {
 //      of COMMIT are those of a coded chunk
 //   3  consumers that do not fetch: DECLINE and DECLINED; FETCH says how many fetch; the status
 //      WITHDRAWN
-constexpr uint16_t kProtocolVersion = 3;
+//   4  the status BUSY; REFUSED says when to try again
+constexpr uint16_t kProtocolVersion = 4;
 
 // First byte of every control message. Append, never renumber.
 enum class MessageType : uint8_t {
@@ -167,6 +168,7 @@ struct Refused {
   uint64_t fetch_id = 0;
   StatusCode code = StatusCode::kInvalid;
   std::string reason;
+  uint32_t retry_ms = 0;  // after which the same may work; 0: not said
 
   Bytes encode() const;
   static Refused decode(std::span<const std::byte> body);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -14,49 +13,14 @@
 
 #include <doctest/doctest.h>
 
+#include "fake_link.h"
 #include "kvxfer/agent.h"
 #include "wire/messages.h"
 
 namespace kvxfer {
 namespace {
 
-// Says whatever a test wants, and records what the agent answers.
-class FakeLink : public Link {
- public:
-  explicit FakeLink(bool one_sided, size_t mapped = 0) : one_sided_(one_sided), arena_(mapped) {}
-
-  const char* transport() const override { return "fake"; }
-  void start(LinkSink& sink) override { sink_ = &sink; }
-  void send(std::span<const std::byte> message) override {
-    sent.emplace_back(message.begin(), message.end());
-  }
-  bool one_sided() const override { return one_sided_; }
-  std::span<std::byte> mapped_arena() const override { return {arena_.data(), arena_.size()}; }
-  void write(std::span<const std::byte>, uint64_t, std::span<const std::byte>,
-             uint64_t token) override {
-    if (!writes_take_long) return sink_->on_written(*this, token, true);
-    under_way = token;
-  }
-  void close(const std::string& why) override {
-    if (reason.empty()) reason = why;
-  }
-  std::string describe() const override { return "fake"; }
-
-  void say(const wire::Bytes& message) { sink_->on_message(*this, message); }
-  void land(const wire::Bytes& notice) { sink_->on_landed(*this, notice, true); }
-  void end_write() { sink_->on_written(*this, under_way.exchange(0), true); }
-  void end() { sink_->on_closed(*this, "the test is over"); }
-
-  bool writes_take_long = false;        // until end_write()
-  std::atomic<uint64_t> under_way = 0;  // the token of such a write
-  std::vector<wire::Bytes> sent;
-  std::string reason;  // why the agent closed it
-
- private:
-  const bool one_sided_;
-  mutable std::vector<std::byte> arena_;
-  LinkSink* sink_ = nullptr;
-};
+using testing::FakeLink;
 
 Generation generation_of(int number) {
   Generation generation{};
@@ -136,7 +100,7 @@ struct Victim {
   }
   // Answers the fetch as an honest producer would begin to; returns its first slot.
   uint32_t accept() {
-    const auto request = wire::Fetch::decode(std::span(link->sent.back()).subspan(1));
+    const wire::Fetch request = last_fetch();
     wire::Accept accept;
     accept.fetch_id = request.fetch_id;
     accept.order = {0, 1, 2, 3, 4};
@@ -147,8 +111,14 @@ struct Victim {
     link->say(accept.encode());
     return request.slots.at(0);
   }
-  uint32_t granted() const {
-    return wire::Fetch::decode(std::span(link->sent.back()).subspan(1)).slots.at(0);
+  uint32_t granted() const { return last_fetch().slots.at(0); }
+  wire::Fetch last_fetch() const {
+    const auto heard = link->heard();
+    const auto found = std::find_if(heard.rbegin(), heard.rend(), [](const wire::Bytes& message) {
+      return wire::type_of(message) == wire::MessageType::kFetch;
+    });
+    REQUIRE(found != heard.rend());
+    return wire::Fetch::decode(std::span(*found).subspan(1));
   }
   bool untouched() const {
     return std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{}; });

@@ -77,8 +77,8 @@ auto fields(const Commit& m) {
   return std::tie(id, chunk, slot, bytes, digest.sum, digest.mix);
 }
 auto fields(const Refused& m) {
-  const auto& [id, code, reason] = m;
-  return std::tie(id, code, reason);
+  const auto& [id, code, reason, retry] = m;
+  return std::tie(id, code, reason, retry);
 }
 auto fields(const Credit& m) {
   const auto& [id, slots] = m;
@@ -103,8 +103,8 @@ Generation generation_from(uint8_t first) {
   return generation;
 }
 
-// The values behind tests/golden/wire_v3.txt.
-const Hello kHello{3, 0x1122334455667788, "prefill-0", 1u << 20, 31};
+// The values behind tests/golden/wire_v4.txt.
+const Hello kHello{4, 0x1122334455667788, "prefill-0", 1u << 20, 31};
 const Layout kLayout{7,
                      "llama",
                      2,
@@ -144,7 +144,7 @@ const Fetch kFetch{kId,
 const Accept kAccept{kId, {2, 0, 1, 4, 3},          1, 33,   0x123456789a,   32,        31, 3, 2,
                      48,  {{4, 0, 0}, {3, 1, 128}}, 4, 3097, {0.125f, 2.0f}, "as asked"};
 const Commit kCommit{kId, 32, 3, 0xfedcb, {0xdeadbeefcafef00d, 0x0badc0de12345678}};
-const Refused kRefused{kId, StatusCode::kExpired, "the lease ran out"};
+const Refused kRefused{kId, StatusCode::kBusy, "try again", 1500};
 const Credit kCredit{kId, {9, 0, 127}};
 const Decline kDecline{kId, "request-42", generation_from(0xa0), 7, 4, 1};
 const Renew kRenew{"request-42", generation_from(0xa0)};
@@ -161,7 +161,7 @@ Bytes from_hex(const std::string& text) {
 const std::map<std::string, Bytes>& golden() {
   static const auto messages = [] {
     const auto path =
-        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v3.txt";
+        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v4.txt";
     std::ifstream file(path);
     REQUIRE_MESSAGE(file.good(), path.string(), " cannot be read");
     std::map<std::string, Bytes> found;
@@ -261,7 +261,7 @@ TEST_CASE("status codes have the values that travel in REFUSED") {
       StatusCode::kExpired,   StatusCode::kMismatch,    StatusCode::kCorrupt,
       StatusCode::kPeerLost,  StatusCode::kUnreachable, StatusCode::kClosed,
       StatusCode::kInvalid,   StatusCode::kNoResources, StatusCode::kProtocol,
-      StatusCode::kWithdrawn};
+      StatusCode::kWithdrawn, StatusCode::kBusy};
   for (size_t i = 0; i < codes.size(); ++i) {
     CHECK(static_cast<size_t>(codes[i]) == i + 1);
     const Bytes message = Refused{kId, codes[i], ""}.encode();
@@ -392,7 +392,8 @@ TEST_CASE("random messages survive a round trip") {
                             random.number<uint32_t>(),
                             {random.number<uint64_t>(), random.number<uint64_t>()}});
     check_round_trip(Refused{random.number<uint64_t>(),
-                             static_cast<StatusCode>(1 + random.below(13)), random.text(kMaxText)});
+                             static_cast<StatusCode>(1 + random.below(14)), random.text(kMaxText),
+                             random.number<uint32_t>()});
     check_round_trip(Credit{random.number<uint64_t>(), random.list(300)});
     check_round_trip(Renew{random.text(kMaxName), random.generation()});
     check_round_trip(Want{random.number<uint64_t>(), random.number<uint32_t>()});
@@ -493,7 +494,7 @@ TEST_CASE("an unknown message type is named") {
 }
 
 TEST_CASE("a peer of another protocol version is told both") {
-  for (const int version : {0, 1, 2, 4, 0x0100, 0xffff}) {
+  for (const int version : {0, 1, 2, 3, 5, 0x0100, 0xffff}) {
     Hello hello = kHello;
     hello.version = static_cast<uint16_t>(version);
     const Bytes message = hello.encode();
@@ -502,8 +503,8 @@ TEST_CASE("a peer of another protocol version is told both") {
     CHECK(error.find("this side " + std::to_string(kProtocolVersion)) != std::string::npos);
   }
   // Only the version field of HELLO may be relied upon: what is behind it can be anything.
-  const Bytes from_the_future = from_hex("010400ff");
-  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 4") !=
+  const Bytes from_the_future = from_hex("010500ff");
+  CHECK(protocol_error([&] { Hello::decode(body_of(from_the_future)); }).find("version 5") !=
         std::string::npos);
 }
 
@@ -524,7 +525,7 @@ TEST_CASE("ACCEPT must name a permutation of the axes and a slot inside the bloc
 }
 
 TEST_CASE("REFUSED cannot carry OK or a status that is not known") {
-  for (const int code : {0, 14, 15, 255}) {
+  for (const int code : {0, 15, 16, 255}) {
     const Bytes message = Refused{kId, static_cast<StatusCode>(code), "x"}.encode();
     CHECK(protocol_error([&] { Refused::decode(body_of(message)); }).find(std::to_string(code)) !=
           std::string::npos);

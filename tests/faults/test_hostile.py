@@ -101,7 +101,7 @@ HELLO_AGAIN = wire.hello("stranger", 1)
         # Of the other side's kind.
         [wire.accept(1, wire_bytes=SIZE)],
         [wire.commit(1, size=SIZE)],
-        [struct.pack("<BQB", wire.REFUSED, 1, 3) + wire.text("no")],
+        [wire.refused(1, 3)],
         [wire.of_fetch(wire.CANCELLED, 1)],
     ],
     ids=range(26),
@@ -133,7 +133,14 @@ def test_a_first_message_other_than_hello_ends_the_link(victim: Victim) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "another"}, {"incarnation": 1}, {"version": 1}, {"version": 3}, {"slot_bytes": 0}],
+    [
+        {"name": "another"},
+        {"incarnation": 1},
+        {"version": 1},
+        {"version": 3},
+        {"version": 5},
+        {"slot_bytes": 0},
+    ],
     ids=str,
 )
 def test_a_hello_of_another_than_who_shook_hands(victim: Victim, change: dict) -> None:
@@ -207,7 +214,7 @@ def test_a_generation_that_was_guessed(victim: Victim, offer: kvxfer.Offer) -> N
     with wire.consumer(victim.prefill.address) as fake:
         fake.say(wire.layout(), wire.fetch(offer.ticket, generation=bytes(16)))
         refusal = fake.hear_a(wire.REFUSED)
-        assert b"newer generation" in refusal
+        assert b"another generation" in refusal
         assert not offer.released
 
 
@@ -489,14 +496,12 @@ def test_a_write_that_stops_in_the_middle(bait: Bait) -> None:
 
 
 def test_a_refusal_with_a_status_that_is_none(bait: Bait) -> None:
-    bait.peer.say(struct.pack("<BQB", wire.REFUSED, bait.id, 200) + wire.text("no"))
+    bait.peer.say(wire.refused(bait.id, 200))
     fails(bait, Status.PROTOCOL)
 
 
 def test_a_refusal_is_reported_as_it_came(bait: Bait) -> None:
-    bait.peer.say(
-        struct.pack("<BQB", wire.REFUSED, bait.id, 4) + wire.text("because \xfe I say so")
-    )
+    bait.peer.say(wire.refused(bait.id, 4, "because \xfe I say so"))
     with pytest.raises(kvxfer.TransferError, match="'prefill' refused: because .* I say so"):
         bait.fetch.wait()
     assert bait.target.poisoned
@@ -504,8 +509,7 @@ def test_a_refusal_is_reported_as_it_came(bait: Bait) -> None:
 
 def test_a_refusal_that_is_no_text(bait: Bait) -> None:
     """Not UTF-8: the reason is shown as well as it can be, and nothing breaks on it."""
-    raw = b"because \xff\xfe"
-    bait.peer.say(struct.pack("<BQBI", wire.REFUSED, bait.id, 4, len(raw)) + raw)
+    bait.peer.say(wire.refused(bait.id, 4, b"because \xff\xfe"))
     with pytest.raises(kvxfer.TransferError, match="'prefill' refused: because"):
         bait.fetch.wait()
 

@@ -108,7 +108,7 @@ def test_too_many_declines_are_refused(prefill: kvxfer.Agent) -> None:
             fake.say(wire.decline(ticket_of(prefill, "r"), fetch_id=number))
         fake.say(wire.decline(ticket_of(prefill, "r"), fetch_id=5000))
         refused = fake.hear_a(wire.REFUSED)
-        assert refused[:10] == wire.of_fetch(wire.REFUSED, 5000) + b"\x0b"  # NO_RESOURCES
+        assert refused[:10] == wire.of_fetch(wire.REFUSED, 5000) + b"\x0e"  # BUSY
 
 
 @pytest.mark.parametrize("answer", ["accept", "want", "commit", "cancelled"])

@@ -28,7 +28,7 @@ from kvxfer.handshake import (
 
 HELLO, LAYOUT, FETCH, ACCEPT, COMMIT, REFUSED, CREDIT, DONE = range(1, 9)
 CANCEL, CANCELLED, PING, RENEW, BYE, WANT, DECLINE, DECLINED = range(9, 17)
-VERSION = 3
+VERSION = 4
 SCHEMES = 0b11111
 RAW, FP8_E4M3, FP8_E5M2, INT8 = range(4)  # codecs
 NEVER = 0xFFFFFFFF
@@ -145,6 +145,12 @@ def commit(fetch_id: int, *, chunk: int = 0, slot: int = 0, size: int, digest: b
 def of_fetch(kind: int, fetch_id: int) -> bytes:
     """DONE, CANCEL, CANCELLED and DECLINED."""
     return struct.pack("<BQ", kind, fetch_id)
+
+
+def refused(fetch_id: int, status: int, reason: bytes | str = "no", retry_ms: int = 0) -> bytes:
+    raw = reason.encode() if isinstance(reason, str) else reason
+    head = struct.pack("<BQBI", REFUSED, fetch_id, status, len(raw))
+    return head + raw + numbers(retry_ms)
 
 
 def decline(

@@ -196,10 +196,10 @@ def test_a_consumer_written_from_the_page(ready):
 
 
 def fetch(offer, ticket, control, data, ready):
-    body = struct.pack("<HQ", 3, 77) + text("étranger") + struct.pack("<II", SLOT_BYTES, 1)
+    body = struct.pack("<HQ", 4, 77) + text("étranger") + struct.pack("<II", SLOT_BYTES, 1)
     send(control, 1, body)
     hello = receive_message(control, 1)
-    assert hello[:2] == struct.pack("<H", 3)
+    assert hello[:2] == struct.pack("<H", 4)
 
     generation = bytes.fromhex(ticket["generation"])
     send(control, 2, layout(9))

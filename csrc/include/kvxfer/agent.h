@@ -64,6 +64,9 @@ struct AgentOptions {
   uint32_t inline_bytes = 128u << 10;  // chunks up to this are packed without a change of thread
   double heartbeat_interval = 1.0;     // seconds
   double heartbeat_timeout = 10.0;     // seconds of silence after which a peer is lost
+  // Most that one peer can have the agent keep: its layouts and open fetches, plans included. All
+  // together can have 8 times as much; a fetch beyond it is refused with kBusy.
+  uint64_t peer_bytes = 64u << 20;
   bool digest = true;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
 };
@@ -126,6 +129,7 @@ struct FetchReport {
   uint64_t wire_bytes = 0;  // that crossed the link for `bytes`
   uint64_t exceptions = 0;  // rows that travelled raw although the codec was not
   uint64_t clamped = 0;     // elements beyond the largest that this side's cache can hold
+  double retry_after = 0;   // seconds after which it may work, as the producer said; 0: not said
 };
 
 // One fetch: ends by itself at its deadline at the latest. Thread-safe.
@@ -200,6 +204,7 @@ bool codec_rates_known();  // whether that was done, so that codec_rates() retur
 struct AgentStats {
   uint64_t offers = 0, serving = 0, fetches = 0, peers = 0;
   uint64_t slots = 0, free_slots = 0, quarantined_slots = 0;
+  uint64_t held_bytes = 0;  // what AgentOptions::peer_bytes is about, of all peers
   uint64_t bytes_sent = 0, bytes_received = 0, digest_errors = 0;  // of KV
   uint64_t wire_bytes_sent = 0, wire_bytes_received = 0;           // that KV, as it was encoded
 };
@@ -245,6 +250,8 @@ class Agent {
               const std::string& why);
   void fail_peer(PeerId peer, const Status& status);
   bool peer_alive(PeerId peer) const;
+  // Another connection has taken its place: it ends as soon as nothing is fetched over it.
+  void retire_peer(PeerId peer);
 
   IoThreads& io();
   // The arena's memfd, created at the first call; owned by the agent. Peers of one host map it.

@@ -61,6 +61,8 @@ class CopyPlan {
            std::vector<uint32_t> tile_ends, const WireOrder& order, std::vector<uint32_t> plane_of);
 
   uint64_t wire_bytes() const { return wire_bytes_; }
+  // Of the plan itself, in memory.
+  uint64_t plan_bytes() const;
 
   // Largest row boundary that is <= offset (and <= wire_bytes()). The same on both sides.
   uint64_t row_floor(uint64_t offset) const;

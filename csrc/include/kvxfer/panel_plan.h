@@ -41,6 +41,8 @@ class PanelPlan {
   // Most bytes that a chunk of panels [begin, end) has: with every row of it raw. The same on both
   // sides.
   uint64_t most_bytes(uint32_t begin, uint32_t end) const;
+  // Of the plan itself, in memory.
+  uint64_t plan_bytes() const;
 
   const PanelFormat& format() const { return format_; }
 

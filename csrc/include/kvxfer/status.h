@@ -25,8 +25,9 @@ enum class StatusCode : uint8_t {
   kNoResources = 11,  // memory, slots or descriptors ran out
   kProtocol = 12,     // the peer sent something that is not the protocol
   kWithdrawn = 13,    // the offer that the ticket promised will not be made
+  kBusy = 14,         // the producer has too much to do: the same may work a little later
 };
-constexpr StatusCode kLastStatus = StatusCode::kWithdrawn;
+constexpr StatusCode kLastStatus = StatusCode::kBusy;
 
 // Name of a code as Python and the logs show it, e.g. "PEER_LOST".
 const char* status_name(StatusCode code);

@@ -1,0 +1,114 @@
+// What peers make this agent keep: descriptions of caches, and fetches until they end.
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+constexpr uint64_t kPeersTogether = 8;  // as many times what one may
+constexpr size_t kMaxServesPerPeer = 4096;
+constexpr double kShortestHint = 0.1, kLongestHint = 5;  // seconds
+
+void count(AgentCore& core, Peer& peer, uint64_t bytes) {
+  peer.held += bytes;
+  core.held += bytes;
+}
+
+void discount(AgentCore& core, Peer& peer, uint64_t bytes) {
+  peer.held -= bytes;
+  core.held -= bytes;
+}
+
+std::string limit(uint64_t bytes, const char* times) {
+  return std::to_string(bytes) + " bytes (" + times + "peer_bytes)";
+}
+
+// Why a peer may not have so much more kept for its fetches; "" when it may.
+std::string over_budget(const AgentCore& core, const Peer& peer, uint64_t bytes) {
+  const uint64_t most = core.options.peer_bytes;
+  if (peer.serves.size() > kMaxServesPerPeer) {
+    return std::to_string(kMaxServesPerPeer) + " fetches of this peer are open";
+  }
+  if (peer.held + bytes > most) {
+    return "the layouts and open fetches of this peer take " + limit(most, "");
+  }
+  if (core.held + bytes > kPeersTogether * most) {
+    return "the layouts and open fetches of all peers take " +
+           limit(kPeersTogether * most, "8 times ");
+  }
+  return "";
+}
+
+uint64_t bytes_of(const CacheLayout& layout) {
+  uint64_t bytes = sizeof(KnownLayout) + layout.model.capacity() +
+                   layout.views.capacity() * sizeof(PlaneView) +
+                   layout.scales.capacity() * sizeof(float);
+  for (const std::string& name : layout.layers) bytes += sizeof(name) + name.capacity();
+  for (const PlaneSpec& plane : layout.planes) bytes += sizeof(plane) + plane.name.capacity();
+  return bytes;
+}
+
+}  // namespace
+
+void hold(AgentCore& core, Serve& serve, uint64_t bytes) {
+  if (const std::string why = over_budget(core, *serve.peer, bytes); !why.empty()) {
+    char seconds[16];
+    std::snprintf(seconds, sizeof(seconds), "%.2g s", retry_seconds(core));
+    throw Error(StatusCode::kBusy, "'" + core.options.name + "' has its hands full: " + why +
+                                       "; try again in " + seconds + ", with fewer at once");
+  }
+  count(core, *serve.peer, bytes);
+  serve.held += bytes;
+}
+
+void let_go(AgentCore& core, Serve& serve) {
+  discount(core, *serve.peer, std::exchange(serve.held, 0));
+  if (!serve.offer) return;
+  const double took = std::chrono::duration<double>(Clock::now() - serve.began).count();
+  core.serve_seconds += (took - core.serve_seconds) / 8;
+}
+
+uint64_t bytes_of(const wire::Fetch& request) {
+  return sizeof(Serve) + request.offer_id.capacity() +
+         sizeof(uint32_t) * (request.layers.capacity() + 2 * request.slots.capacity());
+}
+
+void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout) {
+  forget_layout(core, peer, cache_id);
+  const uint64_t bytes = bytes_of(layout), most = core.options.peer_bytes;
+  // There is no answer to LAYOUT that could say so: it costs the connection. So there is room for
+  // it even where fetches have taken all.
+  if (peer.layout_bytes + bytes > most / 2) {
+    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: its layouts take " +
+                                              limit(most / 2, "half of "));
+  }
+  if (core.held + bytes > (kPeersTogether + 1) * most) {
+    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: all peers have " +
+                                              limit((kPeersTogether + 1) * most, "9 times "));
+  }
+  count(core, peer, bytes);
+  peer.layout_bytes += bytes;
+  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes});
+}
+
+void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id) {
+  const auto known = peer.layouts.find(cache_id);
+  if (known == peer.layouts.end()) return;
+  discount(core, peer, known->second.bytes);
+  peer.layout_bytes -= known->second.bytes;
+  peer.layouts.erase(known);
+  for (auto order = peer.orders.lower_bound({cache_id, 0, false});
+       order != peer.orders.end() && order->first.remote == cache_id;) {
+    order = peer.orders.erase(order);
+  }
+}
+
+double retry_seconds(const AgentCore& core) {
+  return std::clamp(core.serve_seconds, kShortestHint, kLongestHint);
+}
+
+}  // namespace kvxfer
