@@ -192,7 +192,8 @@ def test_a_cancel_that_counts_ends_the_offer(transport: str, when: str) -> None:
         offers = []
         if when != "waiting":
             offers.append(prefill.offer(source.cache, range(4), ticket=ticket, ready=False))
-        timeout = 0.1 if when == "failed" else LONG
+        decode.connect("prefill", prefill.address)  # what never got there cannot count there
+        timeout = 0.5 if when == "failed" else LONG
         fetch = decode.fetch(ticket, target.cache, range(4), timeout=timeout)
         until(lambda: prefill.stats.serving == 1 or fetch.done)
         if when == "failed":
