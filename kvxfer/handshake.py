@@ -190,7 +190,10 @@ def session_token(key: bytes, purpose: str) -> str:
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory and Unix sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network = os.stat("/proc/self/ns/net").st_ino  # abstract socket names live in it
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino  # abstract socket names live in it
+    except FileNotFoundError:  # a kernel without namespaces, which has one network
+        network = 0
     return f"{boot}/{network}"
 
 

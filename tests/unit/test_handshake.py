@@ -19,6 +19,7 @@ from kvxfer.handshake import (
     Deadline,
     Identity,
     Transcript,
+    host_identity,
     join_address,
     recv_frame,
     send_frame,
@@ -576,3 +577,15 @@ def test_ipv6() -> None:
         with kvxfer.Agent("prefill", listen="[::1]:0", transport=transport) as prefill:
             assert prefill.address.startswith("[::1]:")
             works(prefill, transport=transport)
+
+
+def test_a_host_whose_kernel_has_no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.stat
+
+    def stat(path: str, *args: object, **options: object) -> os.stat_result:
+        if str(path).startswith("/proc/self/ns/"):
+            raise FileNotFoundError(path)
+        return real(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvxfer.handshake.os.stat", stat)
+    assert host_identity.__wrapped__().endswith("/0")
