@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Literal
 
@@ -26,7 +27,8 @@ class Pool:
         self.nbytes = nbytes
         self.pages = pages
         self._map = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE if pages == "thp" else mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel that has no huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE if pages == "thp" else mmap.MADV_NOHUGEPAGE)
         # Without this a fork makes the next writes here pay for copy-on-write.
         self._map.madvise(mmap.MADV_DONTFORK)
         whole = np.frombuffer(self._map, dtype=np.uint8)

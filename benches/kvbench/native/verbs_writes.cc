@@ -9,11 +9,13 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <functional>
 #include <iostream>
 #include <mutex>
 #include <sstream>
@@ -35,13 +37,18 @@ class Sink final : public kvxfer::LinkSink {
     return nullptr;
   }
   void on_landed(Link&, std::span<const std::byte>, bool) override { count(true, landed_); }
-  void on_written(Link&, uint64_t, bool ok) override { count(ok, written_); }
+  void on_written(Link&, uint64_t, bool ok) override {
+    if (ok && next) next();
+    count(ok, written_);
+  }
   void on_closed(Link&, const std::string& reason) override {
     const std::lock_guard lock(mutex_);
     reason_ = reason;
     closed_ = true;
     changed_.notify_all();
   }
+
+  std::function<void()> next;  // for each write that is done
 
   void wait_written(uint64_t count) { wait(written_, count); }
   void wait_landed(uint64_t count) { wait(landed_, count); }
@@ -106,6 +113,7 @@ class Bench {
     }
     consumer_ = make_verbs_link(threads_, sockets[0], std::move(consumer_end), producer_address);
     producer_ = make_verbs_link(threads_, sockets[1], std::move(producer_end), consumer_address);
+    producer_sink_.next = [this] { write_next(); };
     consumer_->start(consumer_sink_);
     producer_->start(producer_sink_);
   }
@@ -118,20 +126,16 @@ class Bench {
 
   double run(uint64_t writes) {
     const auto begin = std::chrono::steady_clock::now();
-    const uint64_t end = written_ + writes;
-    for (const uint64_t first = written_; written_ < end; ++written_) {
-      if (written_ - first >= window_) producer_sink_.wait_written(written_ - window_ + 1);
-      const size_t at = written_ % window_ * size_;
-      producer_->write({source_.data() + at, size_}, at, {}, written_);
-    }
-    producer_sink_.wait_written(end);
+    end_ += writes;
+    for (uint64_t i = 0; i < std::min(writes, window_); ++i) write_next();
+    producer_sink_.wait_written(end_);
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
   uint64_t check() {
     std::fill(arena_.begin(), arena_.end(), std::byte{});
     run(window_);
-    consumer_sink_.wait_landed(written_);
+    consumer_sink_.wait_landed(end_);
     uint64_t wrong = 0;
     for (size_t i = 0; i < window_; ++i) {
       const auto at = static_cast<ptrdiff_t>(i * size_);
@@ -144,10 +148,20 @@ class Bench {
   std::string describe() const { return producer_->describe(); }
 
  private:
+  void write_next() {
+    uint64_t id = next_;
+    do {
+      if (id >= end_) return;
+    } while (!next_.compare_exchange_weak(id, id + 1));
+    const size_t at = id % window_ * size_;
+    producer_->write({source_.data() + at, size_}, at, {}, id);
+  }
+
   const size_t size_;
   const uint64_t window_;
   Bytes arena_, source_;
-  uint64_t written_ = 0;
+  uint64_t end_ = 0;
+  std::atomic<uint64_t> next_{0};
   Sink consumer_sink_, producer_sink_;
   kvxfer::IoThreads threads_{2};
   std::shared_ptr<kvxfer::VerbsMemory> registered_;
