@@ -58,6 +58,7 @@ struct Host {
     options.slot_bytes = kSlot;
     options.peer_bytes = peer_bytes;
     options.heartbeat_interval = heartbeat;
+    options.heartbeat_timeout = 1e6;  // its peers say nothing by themselves
     agent = std::make_unique<Agent>(options);
     layout.num_blocks = 16;
     layout.block_size = 16;
