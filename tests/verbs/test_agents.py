@@ -260,32 +260,33 @@ def all_under_way(prefill: kvxfer.Agent, sent: int, fetch: kvxfer.Fetch) -> None
     until(lambda: prefill.stats.bytes_sent - sent - fetch.report.bytes >= slots)
 
 
-def test_a_rail_that_dies_in_the_middle() -> None:
+@pytest.mark.parametrize("seed", range(len(FAULTS)), ids=[*FAULTS])
+def test_a_rail_that_dies_in_the_middle(seed: int) -> None:
+    fault = [*FAULTS.values()][seed]
     with pair("verbs", **BUSY) as (prefill, decode):
-        for seed, fault in enumerate(FAULTS.values()):
-            source, target = Paged(SIDE, seed=seed + 1), Paged(SIDE)
-            prefill.register(source.cache)
-            decode.register(target.cache)
-            sent = prefill.stats.bytes_sent
-            offer = prefill.offer(source.cache, range(32), TOKENS, ready=False)
-            fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
-            offer.mark_ready(0)
-            half(fetch)
-            fake_verbs.hold_sends(True)
-            offer.mark_all_ready()
-            all_under_way(prefill, sent, fetch)
-            dead = fake_verbs.DEVICES[seed % 2]
-            fault(dead)
-            fake_verbs.hold_sends(False)
-            fetch.wait(LONG)
-            assert target.same_as(source)
-            lost = rf"failover.* from {dead}:1 - {dead}:1: \w"
-            assert re.search(lost, fetch.report.link)
-            fake_verbs.set_port(dead, True)
-            assert offer.wait(LONG) is kvxfer.Status.OK
-            prefill.unregister(source.cache)
-            decode.unregister(target.cache)
-            reopened(prefill, decode, dead)
+        source, target = Paged(SIDE, seed=seed + 1), Paged(SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        sent = prefill.stats.bytes_sent
+        offer = prefill.offer(source.cache, range(32), TOKENS, ready=False)
+        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
+        offer.mark_ready(0)
+        half(fetch)
+        fake_verbs.hold_sends(True)
+        offer.mark_all_ready()
+        all_under_way(prefill, sent, fetch)
+        dead = fake_verbs.DEVICES[seed % 2]
+        fault(dead)
+        fake_verbs.hold_sends(False)
+        fetch.wait(LONG)
+        assert target.same_as(source)
+        lost = rf"failover.* from {dead}:1 - {dead}:1: \w"
+        assert re.search(lost, fetch.report.link)
+        fake_verbs.set_port(dead, True)
+        assert offer.wait(LONG) is kvxfer.Status.OK
+        prefill.unregister(source.cache)
+        decode.unregister(target.cache)
+        reopened(prefill, decode, dead)
 
 
 def reopened(prefill: kvxfer.Agent, decode: kvxfer.Agent, device: str) -> None:
