@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def grows(work: Callable[[], None], rounds: int, warm_up: int) -> int:
         work()
     until(lambda: held() <= before)
     return resident() - memory
+
+
+def test_threads_need_little_memory_of_their_own() -> None:
+    """The C library ends the process when it finds none for what is `thread_local`."""
+    raw = Path(kvxfer._core.__file__).read_bytes()
+    assert raw[:5] == b"\x7fELF\x02"
+    (table,) = struct.unpack_from("<Q", raw, 32)
+    size, count = struct.unpack_from("<2H", raw, 54)
+    headers = [struct.unpack_from("<2I6Q", raw, table + size * number) for number in range(count)]
+    of_threads = [header[6] for header in headers if header[0] == 7]
+    assert of_threads
+    assert sum(of_threads) <= 1024
 
 
 # Ended offers are remembered, the last 4096 of them: beyond that the memory of it is level.

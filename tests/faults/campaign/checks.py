@@ -87,8 +87,8 @@ class Checks:
                 g = place.plan.geometry
                 view = place.paged.view(g.layers[0], g.planes[0])
                 view[fetching.blocks[0], 0, fetching.first_slot, 0] ^= 1
-            self._check(place, at, fetching, codec, "when it ended")
             if not fetching.shared:
+                self._check(place, at, fetching, codec, "when it ended")
                 place.held.append((fetching, codec))
                 if len(place.held) > _HELD:
                     self.free_oldest(place)
@@ -137,6 +137,9 @@ class Checks:
             if all(fetching.judged for fetching in running):
                 del bursts[at]
                 place = running[0].place
+                # One that failed may have left anything in the block that all of them share.
+                if all(fetching.fetch.status is kvxfer.Status.OK for fetching in running):
+                    self._check(place, at, running[0], "raw", "at the end of a burst")
                 content.poison(place.paged, running[0].blocks)
                 place.free += running[0].blocks
 

@@ -211,7 +211,10 @@ class Node:
         count: int,
         timeout: float,
     ) -> None:
-        """Ask for the same tokens many times at once, all into one block."""
+        """Ask for the same tokens many times at once, all into one block.
+
+        So its bytes can be judged only if none of them fails.
+        """
         plan, place = self._state.plans[number], self._state.places[agent]
         blocks = self._take(place, 1)
         if blocks is None:
