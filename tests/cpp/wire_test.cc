@@ -160,8 +160,7 @@ Bytes from_hex(const std::string& text) {
 
 const std::map<std::string, Bytes>& golden() {
   static const auto messages = [] {
-    const auto path =
-        std::filesystem::path(__FILE__).parent_path().parent_path() / "golden" / "wire_v4.txt";
+    const auto path = std::filesystem::path(KVXFER_TESTS_GOLDEN) / "wire_v4.txt";
     std::ifstream file(path);
     REQUIRE_MESSAGE(file.good(), path.string(), " cannot be read");
     std::map<std::string, Bytes> found;
