@@ -1,6 +1,8 @@
 // CUDA's driver API. Declared here rather than included, so that building needs no toolkit; the
 // names with _v2 are those that cuda.h gives its functions since CUDA 4.
 
+#include <unistd.h>
+
 #include <array>
 #include <cctype>
 #include <mutex>
@@ -15,7 +17,7 @@ using Result = int;
 using Context = void*;
 using Address = unsigned long long;
 
-constexpr Result kSuccess = 0;
+constexpr Result kSuccess = 0, kNotReady = 600;
 constexpr int kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerDevice = 9;
 constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
 constexpr unsigned kMemoryHost = 1;
@@ -23,7 +25,7 @@ constexpr int kDmaBufSupported = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
-constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;
+constexpr unsigned kDisableTiming = 2;
 
 struct Calls {
   Result (*init)(unsigned flags) = nullptr;
@@ -44,15 +46,13 @@ struct Calls {
   Result (*host_free)(void* address) = nullptr;
   Result (*host_register)(void* address, size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void* address) = nullptr;
-  Result (*handle_for_range)(void* handle, Address address, size_t bytes, int type,
-                             unsigned long long flags) = nullptr;
   Result (*stream_create)(void** stream, unsigned flags) = nullptr;
   Result (*stream_destroy)(void* stream) = nullptr;
   Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
   Result (*event_create)(void** event, unsigned flags) = nullptr;
   Result (*event_destroy)(void* event) = nullptr;
   Result (*event_record)(void* event, void* stream) = nullptr;
-  Result (*event_synchronize)(void* event) = nullptr;
+  Result (*event_query)(void* event) = nullptr;
   Result (*copy_async)(Address to, Address from, size_t bytes, void* stream) = nullptr;
   Result (*set_async)(Address to, unsigned char value, size_t bytes, void* stream) = nullptr;
   Result (*set_rows_async)(Address to, size_t pitch, unsigned char value, size_t bytes, size_t rows,
@@ -63,6 +63,9 @@ struct Calls {
   Result (*launch)(void* function, unsigned groups_x, unsigned groups_y, unsigned groups_z,
                    unsigned threads_x, unsigned threads_y, unsigned threads_z,
                    unsigned shared_bytes, void* stream, void** arguments, void** extra) = nullptr;
+  // May be missing: then there are no dmabufs.
+  Result (*handle_for_range)(void* handle, Address address, size_t bytes, int type,
+                             unsigned long long flags) = nullptr;
 
   // Returns the name of a function that the library lacks, if any.
   std::string find(const SharedLibrary& library) {
@@ -84,14 +87,13 @@ struct Calls {
     find(host_free, "cuMemFreeHost");
     find(host_register, "cuMemHostRegister_v2");
     find(host_unregister, "cuMemHostUnregister");
-    find(handle_for_range, "cuMemGetHandleForAddressRange");
     find(stream_create, "cuStreamCreate");
     find(stream_destroy, "cuStreamDestroy_v2");
     find(stream_wait, "cuStreamWaitEvent");
     find(event_create, "cuEventCreate");
     find(event_destroy, "cuEventDestroy_v2");
     find(event_record, "cuEventRecord");
-    find(event_synchronize, "cuEventSynchronize");
+    find(event_query, "cuEventQuery");
     find(copy_async, "cuMemcpyAsync");
     find(set_async, "cuMemsetD8Async");
     find(set_rows_async, "cuMemsetD2D8Async");
@@ -99,6 +101,7 @@ struct Calls {
     find(module_unload, "cuModuleUnload");
     find(module_function, "cuModuleGetFunction");
     find(launch, "cuLaunchKernel");
+    library.find(handle_for_range, "cuMemGetHandleForAddressRange");
     return find.missing();
   }
 };
@@ -178,35 +181,6 @@ class CudaRuntime final : public GpuRuntime {
   }
   void unregister_host(void* address) noexcept override { calls_.host_unregister(address); }
 
-  DmaBuf export_dmabuf(uint64_t address, size_t bytes) override {
-    const auto memory = find_memory(reinterpret_cast<const void*>(address));
-    if (!memory || memory->kind != GpuMemory::Kind::kDevice) {
-      throw Error(StatusCode::kInvalid, "no dmabuf of memory that is not on a GPU");
-    }
-    if (address + bytes > memory->base + memory->bytes) {
-      throw Error(StatusCode::kInvalid, "a dmabuf of " + std::to_string(bytes) +
-                                            " bytes would reach over the end of its "
-                                            "allocation of " +
-                                            std::to_string(memory->bytes) + " bytes");
-    }
-    int supported = 0;
-    check(calls_.device_attribute(&supported, kDmaBufSupported, memory->device),
-          "cuDeviceGetAttribute");
-    if (supported == 0) {
-      throw Error(StatusCode::kNoResources,
-                  "device " + std::to_string(memory->device) +
-                      " cannot export dmabufs: that takes the open kernel modules of the NVIDIA "
-                      "driver and Linux 5.12; the peer-memory module nvidia-peermem does without");
-    }
-    // The handle covers whole host memory units, so the allocation is exported and the offset says
-    // where the address is. Flag 1, a mapping over PCIe, is refused by some devices.
-    const CurrentDevice current(*this, memory->device);
-    int fd = -1;
-    check(calls_.handle_for_range(&fd, memory->base, memory->bytes, kHandleDmaBufFd, 0),
-          "cuMemGetHandleForAddressRange");
-    return {UniqueFd(fd), address - memory->base};
-  }
-
   Stream create_stream() override {
     Stream stream = nullptr;
     check(calls_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
@@ -215,7 +189,7 @@ class CudaRuntime final : public GpuRuntime {
   void destroy_stream(Stream stream) noexcept override { calls_.stream_destroy(stream); }
   Event create_event() override {
     Event event = nullptr;
-    check(calls_.event_create(&event, kBlockingSync | kDisableTiming), "cuEventCreate");
+    check(calls_.event_create(&event, kDisableTiming), "cuEventCreate");
     return event;
   }
   void destroy_event(Event event) noexcept override { calls_.event_destroy(event); }
@@ -225,8 +199,11 @@ class CudaRuntime final : public GpuRuntime {
   void wait(Stream stream, Event event) override {
     check(calls_.stream_wait(stream, event, 0), "cuStreamWaitEvent");
   }
-  void synchronize(Event event) override {
-    check(calls_.event_synchronize(event), "cuEventSynchronize");
+  bool happened(Event event) override {
+    const Result result = calls_.event_query(event);
+    if (result == kNotReady) return false;
+    check(result, "cuEventQuery");
+    return true;
   }
 
   // Addresses are unified: the driver sees which side each is on.
@@ -263,6 +240,31 @@ class CudaRuntime final : public GpuRuntime {
   }
 
  private:
+  DmaBuf export_allocation(const GpuMemory& memory) override {
+    int supported = 0;
+    if (calls_.handle_for_range != nullptr) {
+      check(calls_.device_attribute(&supported, kDmaBufSupported, memory.device),
+            "cuDeviceGetAttribute");
+    }
+    if (supported == 0) {
+      throw Error(
+          StatusCode::kNoResources,
+          "device " + std::to_string(memory.device) +
+              " cannot export dmabufs: that takes CUDA 11.7, the open kernel modules of the "
+              "NVIDIA driver and Linux 5.12; the peer-memory module nvidia-peermem does "
+              "without");
+    }
+    // Handles are of whole host pages; small allocations lie between others in theirs. Flag 1, a
+    // mapping over PCIe, is refused by some devices.
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uint64_t begin = memory.base / page * page;
+    const uint64_t end = (memory.base + memory.bytes + page - 1) / page * page;
+    int fd = -1;
+    check(calls_.handle_for_range(&fd, begin, end - begin, kHandleDmaBufFd, 0),
+          "cuMemGetHandleForAddressRange");
+    return {UniqueFd(fd), memory.base - begin};
+  }
+
   void check(Result result, const std::string& call) const {
     if (result == kSuccess) return;
     const char* name = nullptr;
@@ -297,11 +299,10 @@ GpuSearch load_cuda() {
   }
   Calls calls;
   if (const std::string missing = calls.find(library); !missing.empty()) {
-    return {nullptr, library.name() + " has no " + missing +
-                         ": the driver is older than CUDA 11.7, update it"};
+    return {nullptr, library.name() + " has no " + missing + ": the driver is too old, update it"};
   }
   try {
-    auto runtime = std::make_unique<CudaRuntime>(calls, library.name());
+    auto runtime = std::make_shared<CudaRuntime>(calls, library.name());
     if (runtime->device_count() == 0) return {nullptr, runtime->name() + " finds no device"};
     return {std::move(runtime), ""};
   } catch (const Error& error) {

@@ -64,7 +64,7 @@ class GpuRuntime {
   virtual void unregister_host(void* address) noexcept = 0;
   // Throws where the platform can't, naming what is missing. `address` may lie anywhere in an
   // allocation.
-  virtual DmaBuf export_dmabuf(uint64_t address, size_t bytes) = 0;
+  DmaBuf export_dmabuf(uint64_t address, size_t bytes);
 
   // Does not wait for the default stream.
   virtual Stream create_stream() = 0;
@@ -73,8 +73,8 @@ class GpuRuntime {
   virtual void destroy_event(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;  // the stream waits, this thread does not
-  // Sleeps until what was recorded has happened.
-  virtual void synchronize(Event event) = 0;
+  // Whether what was recorded has happened.
+  virtual bool happened(Event event) = 0;
 
   virtual void copy(void* to, const void* from, size_t bytes, Stream stream) = 0;
   virtual void set(uint64_t to, uint8_t value, size_t bytes, Stream stream) = 0;
@@ -89,11 +89,15 @@ class GpuRuntime {
   // `arguments` are addresses of the kernel's arguments.
   virtual void launch(Function function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
                       void** arguments, Stream stream) = 0;
+
+ private:
+  // Of all of an allocation, at least, on the current device. The offset is that of its base.
+  virtual DmaBuf export_allocation(const GpuMemory& memory) = 0;
 };
 
 // A runtime, or why there is none.
 struct GpuSearch {
-  std::unique_ptr<GpuRuntime> runtime;
+  std::shared_ptr<GpuRuntime> runtime;
   std::string why_not;
 };
 
@@ -101,8 +105,8 @@ struct GpuSearch {
 // system's. Without one, or without a device, there is a reason instead.
 GpuSearch load_gpu_runtime(GpuVendor vendor);
 
-// The same, loaded once for the process.
-const GpuSearch& gpu_runtime(GpuVendor vendor);
+// The same, loaded once for the process: looked for again as long as there is none.
+GpuSearch gpu_runtime(GpuVendor vendor);
 
 // A device that is current on this thread for the time of this object's life.
 class CurrentDevice {

@@ -12,14 +12,14 @@ namespace {
 
 using Result = int;
 
-constexpr Result kSuccess = 0;
+constexpr Result kSuccess = 0, kNotReady = 600;
 constexpr Result kInvalidValue = 1;  // what hipPointerGetAttribute says of memory unknown to it
 constexpr int kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerDevice = 9;
 constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
 constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
-constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;
+constexpr unsigned kDisableTiming = 2;
 constexpr int kCopyDefault = 4;  // hipMemcpyDefault: by the addresses
 // Until ROCm 6 hipMemoryType counted host memory as 0 and device memory as 1.
 constexpr int kVersionOfNewMemoryTypes = 60000000;
@@ -47,7 +47,7 @@ struct Calls {
   Result (*event_create)(void** event, unsigned flags) = nullptr;
   Result (*event_destroy)(void* event) = nullptr;
   Result (*event_record)(void* event, void* stream) = nullptr;
-  Result (*event_synchronize)(void* event) = nullptr;
+  Result (*event_query)(void* event) = nullptr;
   Result (*copy_async)(void* to, const void* from, size_t bytes, int kind, void* stream) = nullptr;
   Result (*set_async)(void* to, int value, size_t bytes, void* stream) = nullptr;
   Result (*set_rows_async)(void* to, size_t pitch, int value, size_t bytes, size_t rows,
@@ -88,7 +88,7 @@ struct Calls {
     find(event_create, "hipEventCreateWithFlags");
     find(event_destroy, "hipEventDestroy");
     find(event_record, "hipEventRecord");
-    find(event_synchronize, "hipEventSynchronize");
+    find(event_query, "hipEventQuery");
     find(copy_async, "hipMemcpyAsync");
     find(set_async, "hipMemsetAsync");
     find(set_rows_async, "hipMemset2DAsync");
@@ -187,39 +187,6 @@ class HipRuntime final : public GpuRuntime {
   }
   void unregister_host(void* address) noexcept override { calls_.host_unregister(address); }
 
-  DmaBuf export_dmabuf(uint64_t address, size_t bytes) override {
-    const auto memory = find_memory(reinterpret_cast<const void*>(address));
-    if (!memory || memory->kind != GpuMemory::Kind::kDevice) {
-      throw Error(StatusCode::kInvalid, "no dmabuf of memory that is not on a GPU");
-    }
-    if (address + bytes > memory->base + memory->bytes) {
-      throw Error(StatusCode::kInvalid,
-                  "a dmabuf of " + std::to_string(bytes) +
-                      " bytes would reach over the end of its allocation of " +
-                      std::to_string(memory->bytes) + " bytes");
-    }
-    const CurrentDevice current(*this, memory->device);
-    void* base = reinterpret_cast<void*>(memory->base);
-    int fd = -1;
-    uint64_t offset = 0;
-    // The HSA call comes first, for it says where in the descriptor's memory the allocation is. An
-    // allocator cuts several out of one; registered at offset 0, a NIC reads a neighbour's memory.
-    if (calls_.export_dmabuf != nullptr) {
-      const int result = calls_.export_dmabuf(base, memory->bytes, &fd, &offset);
-      if (result != 0) {
-        throw_gpu_error("hsa_amd_portable_export_dmabuf", result, nullptr,
-                        "the kernel needs CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA");
-      }
-    } else if (calls_.handle_for_range != nullptr) {
-      check(calls_.handle_for_range(&fd, base, memory->bytes, kHandleDmaBufFd, 0),
-            "hipMemGetHandleForAddressRange");
-    } else {
-      throw Error(StatusCode::kNoResources,
-                  name_ + " cannot export dmabufs: it takes ROCm 5.6 with libhsa-runtime64.so.1");
-    }
-    return {UniqueFd(fd), offset + (address - memory->base)};
-  }
-
   Stream create_stream() override {
     Stream stream = nullptr;
     check(calls_.stream_create(&stream, kNonBlocking), "hipStreamCreateWithFlags");
@@ -228,7 +195,7 @@ class HipRuntime final : public GpuRuntime {
   void destroy_stream(Stream stream) noexcept override { calls_.stream_destroy(stream); }
   Event create_event() override {
     Event event = nullptr;
-    check(calls_.event_create(&event, kBlockingSync | kDisableTiming), "hipEventCreateWithFlags");
+    check(calls_.event_create(&event, kDisableTiming), "hipEventCreateWithFlags");
     return event;
   }
   void destroy_event(Event event) noexcept override { calls_.event_destroy(event); }
@@ -238,8 +205,14 @@ class HipRuntime final : public GpuRuntime {
   void wait(Stream stream, Event event) override {
     check(calls_.stream_wait(stream, event, 0), "hipStreamWaitEvent");
   }
-  void synchronize(Event event) override {
-    check(calls_.event_synchronize(event), "hipEventSynchronize");
+  bool happened(Event event) override {
+    const Result result = calls_.event_query(event);
+    if (result == kNotReady) {
+      calls_.last_error();
+      return false;
+    }
+    check(result, "hipEventQuery");
+    return true;
   }
 
   void copy(void* to, const void* from, size_t bytes, Stream stream) override {
@@ -274,6 +247,28 @@ class HipRuntime final : public GpuRuntime {
   }
 
  private:
+  DmaBuf export_allocation(const GpuMemory& memory) override {
+    void* base = reinterpret_cast<void*>(memory.base);
+    int fd = -1;
+    uint64_t offset = 0;
+    // The HSA call comes first, for it says where in the descriptor's memory the allocation is. An
+    // allocator cuts several out of one; registered at offset 0, a NIC reads a neighbour's memory.
+    if (calls_.export_dmabuf != nullptr) {
+      const int result = calls_.export_dmabuf(base, memory.bytes, &fd, &offset);
+      if (result != 0) {
+        throw_gpu_error("hsa_amd_portable_export_dmabuf", result, nullptr,
+                        "the kernel needs CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA");
+      }
+    } else if (calls_.handle_for_range != nullptr) {
+      check(calls_.handle_for_range(&fd, base, memory.bytes, kHandleDmaBufFd, 0),
+            "hipMemGetHandleForAddressRange");
+    } else {
+      throw Error(StatusCode::kNoResources,
+                  name_ + " cannot export dmabufs: it takes ROCm 5.6 with libhsa-runtime64.so.1");
+    }
+    return {UniqueFd(fd), offset};
+  }
+
   void check(Result result, const std::string& call) const {
     if (result == kSuccess) return;
     calls_.last_error();
@@ -298,7 +293,7 @@ GpuSearch load_hip() {
   const SharedLibrary hsa(gpu_library_names("KVXFER_HSA_LIBRARY", {"libhsa-runtime64.so.1"}));
   hsa.find(calls.export_dmabuf, "hsa_amd_portable_export_dmabuf");
   try {
-    auto runtime = std::make_unique<HipRuntime>(calls, library.name());
+    auto runtime = std::make_shared<HipRuntime>(calls, library.name());
     if (runtime->device_count() == 0) return {nullptr, runtime->name() + " finds no device"};
     return {std::move(runtime), ""};
   } catch (const Error& error) {

@@ -2,14 +2,19 @@
 #define KVXFER_PACK_GPU_LANE_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <span>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "device/gpu_runtime.h"
 #include "kvxfer/status.h"
 
@@ -49,12 +54,17 @@ class GpuBytes {
   uint64_t address_ = 0;
 };
 
-// What one chunk needs on a device: a stream, room for its wire bytes and for tables. Used by one
-// thread at a time, under a CurrentDevice.
+// What one chunk needs on a device: a stream, room for its wire bytes, there and on the host, and
+// for tables. Used by one thread at a time, under a CurrentDevice.
 class GpuLane {
  public:
-  GpuLane(GpuRuntime& runtime, size_t slot_bytes)
-      : runtime_(runtime), slot_(runtime, GpuBytes::Where::kDevice, slot_bytes) {
+  // finish() waits `limit` at most, and no more than a second from when `hurried` becomes true.
+  GpuLane(GpuRuntime& runtime, size_t slot_bytes, Duration limit, const std::atomic<bool>& hurried)
+      : runtime_(runtime),
+        limit_(limit),
+        hurried_(hurried),
+        slot_(runtime, GpuBytes::Where::kDevice, slot_bytes),
+        host_slot_(runtime, GpuBytes::Where::kHost, slot_bytes) {
     make_tables(64 << 10);
     stream_ = runtime.create_stream();
     try {
@@ -73,6 +83,9 @@ class GpuLane {
 
   GpuRuntime::Stream stream() const { return stream_; }
   uint64_t slot() const { return slot_.address(); }
+  // Nothing else of the host is ever read or written by the device: what it does late, after it was
+  // given up, changes nobody's memory.
+  std::byte* host_slot() const { return host_slot_.data(); }
 
   // Begins a set of tables of this size in all, each rounded up to 16 bytes.
   void begin_tables(size_t bytes) {
@@ -109,11 +122,31 @@ class GpuLane {
   }
 
   // Waits until all that the stream was told is done. Afterwards nothing of it touches memory any
-  // more, so it is called when something has failed, too.
+  // more, so it is called when something has failed, too. After stuck() no more calls, and no
+  // destruction, which would wait for the device.
   void finish() {
     runtime_.record(ended_, stream_);
-    runtime_.synchronize(ended_);
+    TimePoint end = Clock::now() + limit_;
+    bool hurries = false;
+    for (int asked = 0; !runtime_.happened(ended_); ++asked) {
+      const TimePoint now = Clock::now();
+      if (!hurries && hurried_) {
+        hurries = true;
+        end = std::min<TimePoint>(end, now + std::chrono::seconds(1));
+      }
+      if (now >= end) {
+        stuck_ = true;
+        char within[32];
+        std::snprintf(within, sizeof(within), "%.3g s",
+                      std::chrono::duration<double>(limit_).count());
+        throw Error(StatusCode::kNoResources, runtime_.name() +
+                                                  " has not finished a chunk within " + within +
+                                                  (hurries ? ", or a second of the end" : ""));
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(asked < 20 ? 10 : 50));
+    }
   }
+  bool stuck() const { return stuck_; }
 
  private:
   void make_tables(size_t bytes) {
@@ -135,12 +168,15 @@ class GpuLane {
   }
 
   GpuRuntime& runtime_;
-  GpuBytes slot_;
+  const Duration limit_;
+  const std::atomic<bool>& hurried_;
+  GpuBytes slot_, host_slot_;
   std::unique_ptr<GpuBytes> device_tables_;
   std::unique_ptr<GpuBytes> host_tables_;
   size_t used_ = 0;
   GpuRuntime::Stream stream_ = nullptr;
   GpuRuntime::Event ended_ = nullptr;
+  bool stuck_ = false;
 };
 
 }  // namespace kvxfer

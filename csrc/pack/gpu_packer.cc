@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "kvxfer/status.h"
@@ -59,11 +60,11 @@ class GpuPacker::Lease {
   }
   // An error on the way out must not leave kernels that still write somewhere.
   ~Lease() {
-    if (!finished_) {
+    if (!finished_ && !lane_->stuck()) {
       try {
         lane_->finish();
       } catch (const Error&) {
-        // The device is gone, and what ran on it with it.
+        // The device is gone, and what ran on it with it. Or it is stuck: see give_back().
       }
     }
     give_back();
@@ -81,13 +82,25 @@ class GpuPacker::Lease {
  private:
   static GpuLane* take(GpuPacker& packer) {
     std::unique_lock lock(packer.mutex_);
-    packer.freed_.wait(lock, [&] { return !packer.free_.empty(); });
+    // Who holds one gives it back within the limit, or gives the device up.
+    packer.freed_.wait(lock, [&] { return packer.given_up_ || !packer.free_.empty(); });
+    if (packer.given_up_) {
+      throw Error(StatusCode::kNoResources,
+                  "device " + std::to_string(packer.device_) + " of " + packer.runtime_.name() +
+                      " was given up, because it did not finish a chunk in time: restart the "
+                      "process");
+    }
     GpuLane* lane = packer.free_.back();
     packer.free_.pop_back();
     return lane;
   }
   void give_back() {
     const std::lock_guard lock(packer_.mutex_);
+    if (lane_->stuck()) {
+      packer_.given_up_ = true;
+      packer_.freed_.notify_all();
+      return;
+    }
     packer_.free_.push_back(lane_);
     packer_.freed_.notify_one();
   }
@@ -99,13 +112,13 @@ class GpuPacker::Lease {
 };
 
 GpuPacker::GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject> code,
-                     size_t slot_bytes, size_t lanes)
+                     size_t slot_bytes, size_t lanes, Duration limit)
     : runtime_(runtime), device_(device), slot_bytes_(up16(slot_bytes)) {
   const CurrentDevice current(runtime, device);
   module_ = load_first(runtime, device, code);
   try {
     for (size_t i = 0; i < lanes; ++i) {
-      lanes_.push_back(std::make_unique<GpuLane>(runtime, slot_bytes_));
+      lanes_.push_back(std::make_unique<GpuLane>(runtime, slot_bytes_, limit, hurried_));
       free_.push_back(lanes_.back().get());
     }
   } catch (...) {
@@ -116,6 +129,11 @@ GpuPacker::GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject
 }
 
 GpuPacker::~GpuPacker() {
+  // Freeing anything would wait for the device; and in a forked child there is none.
+  if (given_up_ || generation_ != fork_generation()) {
+    for (auto& lane : lanes_) static_cast<void>(lane.release());
+    return;
+  }
   try {
     const CurrentDevice current(runtime_, device_);
     lanes_.clear();
@@ -170,13 +188,17 @@ Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_
   uint32_t units = kUnits;
   lane->upload_tables();
   void* slot = reinterpret_cast<void*>(lane->slot());
-  if (!packs) runtime_.copy(slot, wire, bytes, lane->stream());
+  if (!packs) {
+    std::memcpy(lane->host_slot(), wire, bytes);
+    runtime_.copy(slot, lane->host_slot(), bytes, lane->stream());
+  }
   std::array<void*, 3> arguments = {&chunks, &digests, &units};
   runtime_.launch(kernel, gpu::raw_groups(chunk[0].bytes, kUnits), 1, kThreads, arguments.data(),
                   lane->stream());
-  if (packs) runtime_.copy(wire, slot, bytes, lane->stream());
+  if (packs) runtime_.copy(lane->host_slot(), slot, bytes, lane->stream());
   lane->download(digests, kDigestBytes);
   lane.finish();
+  if (packs) std::memcpy(wire, lane->host_slot(), bytes);
   if (!with_digest) return Digest{};
   return gpu::finish_words(lane->read<uint64_t>(digests), bytes, seed);
 }
@@ -264,15 +286,16 @@ CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_
   launch_panels("kvxfer_finish_chunks", 1, panels.launch(), stream);
   const uint64_t least = panels.least_bytes();
   const auto* slot = reinterpret_cast<const std::byte*>(lane->slot());
-  runtime_.copy(wire, slot, least, stream);
+  runtime_.copy(lane->host_slot(), slot, least, stream);
   lane->download(panels.states(), sizeof(PanelState));
   lane.finish();
   const PanelState& state = *lane->read<PanelState>(panels.states());
   if (state.bytes > least) {
     check_fits(state.bytes);
-    runtime_.copy(wire + least, slot + least, state.bytes - least, stream);
+    runtime_.copy(lane->host_slot() + least, slot + least, state.bytes - least, stream);
     lane.finish();
   }
+  std::memcpy(wire, lane->host_slot(), state.bytes);
   return {state.bytes, state.exceptions, gpu::finish_words(state.digest, state.bytes, seed)};
 }
 
@@ -285,7 +308,8 @@ DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uin
   const PanelLauncher panels(plan, begin, end, false, *lane, bytes);
   lane->upload_tables();
   // A copy of our own: whatever the peer does to `wire` from now on changes nothing.
-  runtime_.copy(reinterpret_cast<void*>(lane->slot()), wire, bytes, stream);
+  std::memcpy(lane->host_slot(), wire, bytes);
+  runtime_.copy(reinterpret_cast<void*>(lane->slot()), lane->host_slot(), bytes, stream);
   launch_panels("kvxfer_check_chunks", 1, panels.launch(), stream);
   panels.for_each_order([&](const std::string& name, uint32_t groups, const PanelLaunch& launch) {
     launch_panels(name, groups, launch, stream);

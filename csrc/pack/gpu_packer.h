@@ -1,6 +1,7 @@
 #ifndef KVXFER_PACK_GPU_PACKER_H_
 #define KVXFER_PACK_GPU_PACKER_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/unique_fd.h"
+#include "device/code_objects.h"
 #include "device/gpu_runtime.h"
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/digest.h"
@@ -19,25 +23,22 @@
 
 namespace kvxfer {
 
-// The kernels, compiled for some devices.
-struct CodeObject {
-  std::string target;  // "gfx942", "sm_80 sm_90 sm_100"
-  const void* data = nullptr;
-};
-
 class GpuLane;
 
 // pack() and unpack() of kvxfer/pack.h and kvxfer/panel_plan.h for caches in one GPU's memory: the
 // same bytes and digests. `wire` is memory of the host. Each call runs on a stream of its own and
 // returns when its bytes are there; `after`, if not null, is an event that the kernels wait for.
 // Thread-safe: as many calls as there are lanes run side by side, others wait for one of them.
+//
+// A device that does not finish a chunk within the limit is given up: that call and all later ones
+// throw Error(kNoResources). What it does afterwards changes the cache at most.
 class GpuPacker {
  public:
   // Loads the first of `code` that is for the device; throws Error(kNoResources), saying which
   // there are, when none is. The runtime must outlive it. `slot_bytes` is the most that a chunk
   // has.
   GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject> code, size_t slot_bytes,
-            size_t lanes);
+            size_t lanes, Duration limit);
   ~GpuPacker();
   GpuPacker(const GpuPacker&) = delete;
   GpuPacker& operator=(const GpuPacker&) = delete;
@@ -56,6 +57,9 @@ class GpuPacker {
 
   // Zeroes memory on the device.
   void zero(std::span<const Run> runs, GpuRuntime::Event after);
+
+  // Calls that are under way end within about a second.
+  void hurry() { hurried_ = true; }
 
   int device() const { return device_; }
 
@@ -78,6 +82,9 @@ class GpuPacker {
   std::map<std::string, GpuRuntime::Function> functions_;
   std::vector<std::unique_ptr<GpuLane>> lanes_;
   std::vector<GpuLane*> free_;
+  bool given_up_ = false;
+  std::atomic<bool> hurried_ = false;
+  const uint64_t generation_ = fork_generation();
 };
 
 }  // namespace kvxfer

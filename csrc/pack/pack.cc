@@ -1,9 +1,7 @@
 #include "kvxfer/pack.h"
 
-#include <array>
-#include <cstring>
-
 #include "pack/mover.h"
+#include "pack/zero_runs.h"
 
 namespace kvxfer {
 
@@ -23,11 +21,7 @@ Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byt
 void zero_tail(const CopyPlan& plan) {
   std::vector<Run> runs;
   plan.append_tail_runs(runs);
-  for (const Run& run : runs) {
-    for (uint64_t i = 0; i < run.count; ++i) {
-      std::memset(run.address + static_cast<int64_t>(i) * run.stride, 0, run.bytes);
-    }
-  }
+  zero_runs(runs);
 }
 
 }  // namespace kvxfer

@@ -1,7 +1,6 @@
 #include "kvxfer/panel_plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "layout/scale_checks.h"
 #include "layout/slice_checks.h"
 #include "pack/chunk_header.h"
+#include "pack/zero_runs.h"
 
 namespace kvxfer {
 namespace {
@@ -189,27 +189,31 @@ uint64_t PanelPlan::most_bytes(uint32_t begin, uint32_t end) const {
   return chunk_bytes(extent, extent.coded_rows, extent.raw_bytes);
 }
 
-void zero_tail(const PanelPlan& plan) {
-  const uint64_t behind = uint64_t{plan.first_slot_} + plan.num_tokens_;
-  const auto used = static_cast<uint32_t>(behind % plan.block_size_);
+void PanelPlan::append_tail_runs(std::vector<Run>& runs) const {
+  const auto used = static_cast<uint32_t>((uint64_t{first_slot_} + num_tokens_) % block_size_);
   if (used == 0) return;
-  const size_t bytes = element_bytes(plan.element_);
-  for (size_t i = 0; i < plan.views_.size(); ++i) {
-    const PlaneView& view = plan.views_[i].memory;
-    const uint32_t content = plan.planes_[i % plan.num_planes()].content;
-    std::byte* block = view.data + plan.blocks_.back() * view.block_stride;
-    for (uint32_t head = 0; head < plan.num_heads_; ++head) {
-      for (uint32_t slot = used; slot < plan.block_size_; ++slot) {
-        std::byte* row = block + head * view.head_stride + slot * view.token_stride;
-        if (view.content_stride == static_cast<int64_t>(bytes)) {
-          std::memset(row, 0, content * bytes);
-        } else {
-          for (uint32_t c = 0; c < content; ++c)
-            std::memset(row + c * view.content_stride, 0, bytes);
-        }
+  const size_t bytes = element_bytes(element_);
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const PlaneView& view = views_[i].memory;
+    const uint32_t content = planes_[i % num_planes()].content;
+    std::byte* block = view.data + blocks_.back() * view.block_stride;
+    for (uint32_t head = 0; head < num_heads_; ++head) {
+      std::byte* tail = block + head * view.head_stride + used * view.token_stride;
+      if (view.content_stride == static_cast<int64_t>(bytes)) {
+        runs.push_back({tail, content * bytes, block_size_ - used, view.token_stride});
+        continue;
+      }
+      for (uint32_t slot = used; slot < block_size_; ++slot, tail += view.token_stride) {
+        runs.push_back({tail, bytes, content, view.content_stride});
       }
     }
   }
+}
+
+void zero_tail(const PanelPlan& plan) {
+  std::vector<Run> runs;
+  plan.append_tail_runs(runs);
+  zero_runs(runs);
 }
 
 }  // namespace kvxfer

@@ -1,5 +1,7 @@
 // The entry points of libcuda that are used, over FakeGpus.
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 
@@ -23,6 +25,7 @@ int code(Problem problem) {
     case Problem::kInvalidContext: return 201;
     case Problem::kInvalidHandle: return 400;
     case Problem::kNotFound: return 500;
+    case Problem::kNotReady: return 600;
     case Problem::kLost: return 719;
   }
   return 999;
@@ -138,7 +141,10 @@ FAKE int cuMemHostUnregister(void* address) {
 FAKE int cuMemGetHandleForAddressRange(void* handle, Address address, size_t bytes, int type,
                                        unsigned long long flags) {
   return call("cuMemGetHandleForAddressRange", [&] {
-    if (type != 1 || flags != 0) return Problem::kInvalidValue;
+    const auto page = static_cast<Address>(::sysconf(_SC_PAGESIZE));
+    if (type != 1 || flags != 0 || address % page != 0 || bytes % page != 0) {
+      return Problem::kInvalidValue;
+    }
     return gpus().export_memory(address, bytes, *static_cast<int*>(handle));
   });
 }
@@ -160,8 +166,8 @@ FAKE int cuEventDestroy_v2(void* event) {
 FAKE int cuEventRecord(void* event, void* stream) {
   return call("cuEventRecord", [&] { return gpus().record(event, stream); });
 }
-FAKE int cuEventSynchronize(void* event) {
-  return call("cuEventSynchronize", [&] { return gpus().synchronize(event); });
+FAKE int cuEventQuery(void* event) {
+  return call("cuEventQuery", [&] { return gpus().query(event); });
 }
 FAKE int cuMemcpyAsync(Address to, Address from, size_t bytes, void* stream) {
   return call("cuMemcpyAsync", [&] {

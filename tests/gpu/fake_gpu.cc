@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <vector>
 
 namespace kvxfer::fake {
@@ -11,10 +13,16 @@ namespace {
 
 constexpr char kCode[] = "fake code";  // what load_module() takes
 
+// Memory of a device begins within a page, as small allocations do.
+constexpr size_t kLead = 512;
+
+size_t page_bytes() { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
+
 size_t whole_pages(size_t bytes) {
-  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  return (bytes + page - 1) / page * page;
+  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
+
+size_t lead_of(FakeGpus::Kind kind) { return kind == FakeGpus::Kind::kDevice ? kLead : 0; }
 
 }  // namespace
 
@@ -48,22 +56,35 @@ void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth) {
   failures_[call] = {nth, problem};
 }
 
-void FakeGpus::lose_devices() {
+void FakeGpus::lose_devices(bool lost) {
   const std::lock_guard lock(mutex_);
-  lost_ = true;
+  lost_ = lost;
+  changed_.notify_all();
+}
+
+void FakeGpus::hold(void* stream, bool held) {
+  const std::lock_guard lock(mutex_);
+  if (stream == nullptr) {
+    all_held_ = held;
+  } else if (held) {
+    held_.insert(stream);
+  } else {
+    held_.erase(stream);
+  }
   changed_.notify_all();
 }
 
 Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base) {
   if (current().empty()) return Problem::kInvalidContext;
   if (bytes == 0) return Problem::kInvalidValue;
-  void* address = ::mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t mapped = whole_pages(lead_of(kind) + bytes);
+  void* address =
+      ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return Problem::kOutOfMemory;
-  base = reinterpret_cast<uintptr_t>(address);
+  base = reinterpret_cast<uintptr_t>(address) + lead_of(kind);
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < bytes; ++i) static_cast<unsigned char*>(address)[i] = 0xd5;
-  if (kind == Kind::kDevice) ::mprotect(address, whole_pages(bytes), PROT_NONE);
+  std::memset(address, 0xd5, mapped);
+  if (kind == Kind::kDevice) ::mprotect(address, mapped, PROT_NONE);
   memory_[base] = {kind, current().back(), base, bytes};
   return Problem::kNone;
 }
@@ -73,7 +94,8 @@ Problem FakeGpus::release(uintptr_t base, Kind kind) {
   const auto found = memory_.find(base);
   if (found == memory_.end() || found->second.kind != kind) return Problem::kInvalidValue;
   if (kind != Kind::kRegistered) {
-    ::munmap(reinterpret_cast<void*>(base), whole_pages(found->second.bytes));
+    const size_t lead = lead_of(kind);
+    ::munmap(reinterpret_cast<void*>(base - lead), whole_pages(lead + found->second.bytes));
   }
   memory_.erase(found);
   return Problem::kNone;
@@ -96,9 +118,14 @@ std::optional<FakeGpus::Memory> FakeGpus::find(uintptr_t address) {
 }
 
 Problem FakeGpus::export_memory(uintptr_t base, size_t bytes, int& fd) {
-  const auto memory = find(base);
-  if (!memory || memory->kind != Kind::kDevice) return Problem::kInvalidValue;
-  if (base + bytes > memory->base + memory->bytes) return Problem::kInvalidValue;
+  const std::lock_guard lock(mutex_);
+  const bool known = std::any_of(memory_.begin(), memory_.end(), [&](const auto& entry) {
+    const Memory& memory = entry.second;
+    const uintptr_t begin = memory.base - lead_of(memory.kind);
+    return memory.kind == Kind::kDevice && base >= begin &&
+           base + bytes <= begin + whole_pages(kLead + memory.bytes);
+  });
+  if (!known) return Problem::kInvalidValue;
   fd = ::memfd_create("fake-dmabuf", MFD_CLOEXEC);
   if (fd < 0) return Problem::kOutOfMemory;
   return ::ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? Problem::kNone : Problem::kOutOfMemory;
@@ -178,13 +205,11 @@ Problem FakeGpus::wait(void* stream, void* event) {
   return Problem::kNone;
 }
 
-Problem FakeGpus::synchronize(void* event) {
-  std::unique_lock lock(mutex_);
+Problem FakeGpus::query(void* event) {
+  const std::lock_guard lock(mutex_);
   const auto found = events_.find(event);
   if (found == events_.end()) return Problem::kInvalidHandle;
-  const uint64_t number = found->second.recorded;
-  changed_.wait(lock, [&] { return lost_ || found->second.happened >= number; });
-  return lost_ ? Problem::kLost : Problem::kNone;
+  return found->second.happened >= found->second.recorded ? Problem::kNone : Problem::kNotReady;
 }
 
 Problem FakeGpus::submit(void* stream, std::function<void()> work) {
@@ -239,7 +264,7 @@ size_t FakeGpus::open_handles() {
 void FakeGpus::open_memory(bool open) {
   for (const auto& [base, memory] : memory_) {
     if (memory.kind != Kind::kDevice) continue;
-    ::mprotect(reinterpret_cast<void*>(base), whole_pages(memory.bytes),
+    ::mprotect(reinterpret_cast<void*>(base - kLead), whole_pages(kLead + memory.bytes),
                open ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
 }
@@ -250,7 +275,7 @@ void FakeGpus::run() {
   while (true) {
     std::vector<Stream*> busy;
     for (auto& [handle, stream] : streams_) {
-      if (!stream.work.empty()) busy.push_back(&stream);
+      if (!stream.work.empty() && !all_held_ && !held_.contains(handle)) busy.push_back(&stream);
     }
     if (busy.empty() || lost_) {
       changed_.wait(lock);
@@ -279,6 +304,9 @@ extern "C" __attribute__((visibility("default"))) void fake_gpu_fail(const char*
 extern "C" __attribute__((visibility("default"))) size_t fake_gpu_open_handles() {
   return kvxfer::fake::FakeGpus::instance().open_handles();
 }
-extern "C" __attribute__((visibility("default"))) void fake_gpu_lose_devices() {
-  kvxfer::fake::FakeGpus::instance().lose_devices();
+extern "C" __attribute__((visibility("default"))) void fake_gpu_lose_devices(int lost) {
+  kvxfer::fake::FakeGpus::instance().lose_devices(lost != 0);
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_hold(void* stream, int held) {
+  kvxfer::fake::FakeGpus::instance().hold(stream, held != 0);
 }

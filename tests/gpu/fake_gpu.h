@@ -25,6 +25,7 @@ enum class Problem : uint8_t {
   kInvalidHandle,
   kOutOfMemory,
   kNotFound,
+  kNotReady,
   kLost,  // the device is gone
 };
 
@@ -62,7 +63,10 @@ class FakeGpus {
   Problem enter(const std::string& call);
   // The nth call from now on of that name fails; 0 is the next one.
   void fail(const std::string& call, Problem problem, uint32_t nth);
-  void lose_devices();
+  // Until they are back, every call fails.
+  void lose_devices(bool lost);
+  // Nothing that the stream was told happens until it is let go; null is all streams.
+  void hold(void* stream, bool held);
 
   Problem allocate(Kind kind, size_t bytes, uintptr_t& base);
   Problem release(uintptr_t base, Kind kind);
@@ -77,7 +81,7 @@ class FakeGpus {
   Problem destroy_event(void* event);
   Problem record(void* event, void* stream);
   Problem wait(void* stream, void* event);
-  Problem synchronize(void* event);
+  Problem query(void* event);
   Problem submit(void* stream, std::function<void()> work);
   Problem launch(void* function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
                  void** arguments, void* stream);
@@ -105,6 +109,8 @@ class FakeGpus {
   std::set<void*> modules_;
   std::map<std::string, std::pair<uint32_t, Problem>> failures_;
   bool lost_ = false;
+  bool all_held_ = false;
+  std::set<void*> held_;
   uintptr_t next_handle_ = 0x1000;
 };
 

@@ -25,6 +25,7 @@ int code(Problem problem) {
     case Problem::kInvalidContext: return 101;
     case Problem::kInvalidHandle: return 400;
     case Problem::kNotFound: return 209;
+    case Problem::kNotReady: return 600;
     case Problem::kLost: return 719;
   }
   return 999;
@@ -154,8 +155,8 @@ FAKE int hipEventDestroy(void* event) {
 FAKE int hipEventRecord(void* event, void* stream) {
   return call("hipEventRecord", [&] { return gpus().record(event, stream); });
 }
-FAKE int hipEventSynchronize(void* event) {
-  return call("hipEventSynchronize", [&] { return gpus().synchronize(event); });
+FAKE int hipEventQuery(void* event) {
+  return call("hipEventQuery", [&] { return gpus().query(event); });
 }
 FAKE int hipMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
   return call("hipMemcpyAsync", [&] {

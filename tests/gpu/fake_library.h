@@ -29,7 +29,7 @@ class FakeLibrary {
   // Allocations, streams, events and modules that are there.
   size_t open_handles() const { return open_handles_(); }
 
-  static CodeObject code() { return {"fake", "fake code"}; }
+  static CodeObject code() { return {"fake", "fake code", {}}; }
 
  private:
   template <typename Function>

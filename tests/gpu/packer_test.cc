@@ -19,6 +19,11 @@ namespace kvxfer::gpu {
 namespace {
 
 constexpr size_t kSlot = 1 << 20;
+constexpr Duration kLimit = std::chrono::seconds(60);
+
+void wait_for(GpuRuntime& runtime, GpuRuntime::Event event) {
+  while (!runtime.happened(event)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
 
 // A cache on device 1, filled as `host` is.
 class DeviceCache {
@@ -49,7 +54,7 @@ class DeviceCache {
     const auto event = runtime_.create_event();
     runtime_.copy(to, from, bytes, stream);
     runtime_.record(event, stream);
-    runtime_.synchronize(event);
+    wait_for(runtime_, event);
     runtime_.destroy_event(event);
     runtime_.destroy_stream(stream);
   }
@@ -78,7 +83,7 @@ TEST_CASE("gpu packer: raw chunks are the host's, on either runtime, from severa
   for (const GpuVendor vendor : kVendors) {
     const Rig rig(vendor);
     CAPTURE(rig.runtime().name());
-    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 2);
+    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 2, kLimit);
     for (uint32_t seed = 100; seed < 104; ++seed) {
       CAPTURE(seed);
       Random random(seed);
@@ -133,7 +138,7 @@ TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
   uint32_t exceptions = 0;
   for (const GpuVendor vendor : kVendors) {
     const Rig rig(vendor);
-    GpuPacker packer(rig.runtime(), 1, rig.code, 4 << 20, 1);
+    GpuPacker packer(rig.runtime(), 1, rig.code, 4 << 20, 1, kLimit);
     for (uint32_t seed = 0; seed < 8; ++seed) {
       CAPTURE(seed);
       Random random(seed + 500);
@@ -178,7 +183,7 @@ TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
 
 TEST_CASE("gpu packer: kernels wait for the caller's event") {
   const Rig rig(GpuVendor::kNvidia);
-  GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1);
+  GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1, kLimit);
   CacheShape shape;
   shape.contents = {128};
   Random random(1);
@@ -200,13 +205,13 @@ TEST_CASE("gpu packer: kernels wait for the caller's event") {
       rig.runtime().record(event, stream);
     };
     write(old);
-    rig.runtime().synchronize(event);
+    wait_for(rig.runtime(), event);
     write(fresh);
     const bool waits = i % 2 == 0;
     packer.pack(device, 0, bytes, wire.data(), 1, true, waits ? event : nullptr);
     if (waits) CHECK(wire == expected);
     if (!waits && !(wire == expected)) ++stale;
-    rig.runtime().synchronize(event);
+    wait_for(rig.runtime(), event);
     rig.runtime().destroy_event(event);
     rig.runtime().destroy_stream(stream);
   }
@@ -229,14 +234,14 @@ TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call wor
     const char* const allocation = cuda ? "cuMemAlloc" : "hipMalloc";
     for (unsigned nth = 0; nth < 4; ++nth) {
       rig.library.fail(allocation, nth);
-      CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, rig.code, kSlot, 2),
+      CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, rig.code, kSlot, 2, kLimit),
                            doctest::Contains("out of memory"), Error);
     }
-    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1);
+    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1, kLimit);
     const auto calls = cuda ? std::vector<const char*>{"cuMemcpyAsync", "cuLaunchKernel",
-                                                       "cuEventRecord", "cuEventSynchronize"}
+                                                       "cuEventRecord", "cuEventQuery"}
                             : std::vector<const char*>{"hipMemcpyAsync", "hipModuleLaunchKernel",
-                                                       "hipEventRecord", "hipEventSynchronize"};
+                                                       "hipEventRecord", "hipEventQuery"};
     for (const char* call : calls) {
       CAPTURE(call);
       rig.library.fail(call);
@@ -249,10 +254,10 @@ TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call wor
       CHECK(wire == expected);
     }
     CHECK_THROWS_AS(packer.pack(plan, 0, kSlot + 64, wire.data(), 1, true, nullptr), Error);
-    const std::array<CodeObject, 1> other = {CodeObject{"gfx000", "code of another device"}};
-    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, other, kSlot, 1), doctest::Contains("gfx000"),
-                         Error);
-    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, {}, kSlot, 1),
+    const std::array<CodeObject, 1> other = {CodeObject{"gfx000", "code of another device", {}}};
+    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, other, kSlot, 1, kLimit),
+                         doctest::Contains("gfx000"), Error);
+    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, {}, kSlot, 1, kLimit),
                          doctest::Contains("no compiler"), Error);
   }
 }
@@ -261,7 +266,8 @@ TEST_CASE("gpu packer: a lane that found no memory for larger tables keeps those
   for (const GpuVendor vendor : kVendors) {
     const Rig rig(vendor);
     const CurrentDevice current(rig.runtime(), 1);
-    GpuLane lane(rig.runtime(), kSlot);
+    const std::atomic<bool> hurried = false;
+    GpuLane lane(rig.runtime(), kSlot, kLimit, hurried);
     const bool cuda = vendor == GpuVendor::kNvidia;
     for (const char* call :
          {cuda ? "cuMemAlloc" : "hipMalloc", cuda ? "cuMemHostAlloc" : "hipHostMalloc"}) {
@@ -309,8 +315,9 @@ TEST_CASE(
       CHECK(memory->bytes == 100000);
       const DmaBuf buffer = runtime.export_dmabuf(bytes.address() + 5000, 1000);
       CHECK(buffer.fd.get() >= 0);
-      CHECK(buffer.offset == (vendor == GpuVendor::kNvidia ? 5000 : (2 << 20) + 5000));
+      CHECK(buffer.offset == (vendor == GpuVendor::kNvidia ? 512 + 5000 : (2 << 20) + 5000));
       CHECK_THROWS_AS(runtime.export_dmabuf(bytes.address() + 5000, 100000), Error);
+      CHECK_THROWS_AS(runtime.export_dmabuf(bytes.address() + 5000, SIZE_MAX - 4000), Error);
       CHECK_THROWS_AS(runtime.export_dmabuf(reinterpret_cast<uintptr_t>(&local), 4), Error);
     }
     CHECK(open_files() == files);

@@ -46,11 +46,13 @@ class PanelPlan {
 
   const PanelFormat& format() const { return format_; }
 
+  // The slots behind the last token in its block, as CopyPlan's.
+  void append_tail_runs(std::vector<Run>& runs) const;
+
  private:
   friend class PanelCursor;
   friend class PanelCoder;
   friend class GpuPanelTable;
-  friend void zero_tail(const PanelPlan& plan);
 
   // Consecutive tokens that are cut into runs of panel_tokens; the last run may be shorter.
   struct Stretch {
@@ -150,7 +152,7 @@ DecodedChunk unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
                            const std::byte* wire, uint64_t bytes, uint64_t seed,
                            bool with_digest = true);
 
-// Zeroes the slots behind the last token in its block, as zero_tail(const CopyPlan&).
+// Zeroes what plan.append_tail_runs() names.
 void zero_tail(const PanelPlan& plan);
 
 }  // namespace kvxfer
