@@ -72,6 +72,8 @@ IoThreads& threads_of(Agent& agent, std::initializer_list<std::vector<int>> desc
   }
 }
 
+void* to_stream(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
+
 StatusCode to_code(const std::string& name) {
   for (int code = 0; code <= static_cast<int>(kLastStatus); ++code) {
     if (name == status_name(static_cast<StatusCode>(code))) return static_cast<StatusCode>(code);
@@ -117,7 +119,8 @@ void register_options(py::module_& module) {
       .def_readwrite("heartbeat_timeout", &AgentOptions::heartbeat_timeout)
       .def_readwrite("peer_bytes", &AgentOptions::peer_bytes)
       .def_readwrite("digest", &AgentOptions::digest)
-      .def_readwrite("lock_arena", &AgentOptions::lock_arena);
+      .def_readwrite("lock_arena", &AgentOptions::lock_arena)
+      .def_readwrite("gpu_timeout", &AgentOptions::gpu_timeout);
 
   py::class_<LoopbackFaults>(module, "LoopbackFaults")
       .def(py::init<>())
@@ -180,8 +183,16 @@ void register_handles(py::module_& module) {
       .def("released", &Offer::released, NoGil())
       .def("outcome",
            [](const Offer& offer) { return ask_status([&] { return offer.outcome(); }); })
-      .def("mark_ready", &Offer::mark_ready, py::arg("layer"), NoGil())
-      .def("mark_all_ready", &Offer::mark_all_ready, NoGil())
+      .def(
+          "mark_ready",
+          [](Offer& offer, uint32_t layer, uintptr_t stream) {
+            offer.mark_ready(layer, to_stream(stream));
+          },
+          py::arg("layer"), py::arg("stream"), NoGil())
+      .def(
+          "mark_all_ready",
+          [](Offer& offer, uintptr_t stream) { offer.mark_all_ready(to_stream(stream)); },
+          py::arg("stream"), NoGil())
       .def("release", &Offer::release, NoGil())
       .def("wait", &Offer::wait, py::arg("seconds"), NoGil())
       .def("event_fd", &Offer::event_fd, NoGil());
@@ -212,29 +223,33 @@ void register_agent(py::module_& module) {
   });
   py::class_<Agent, std::unique_ptr<Agent, CloseWithoutGil>>(module, "Agent")
       .def(py::init<const AgentOptions&>(), py::arg("options"), NoGil())
-      .def("register_cache", &Agent::register_cache, py::arg("layout"), NoGil())
+      .def("register_cache", &Agent::register_cache, py::arg("layout"), py::arg("on_gpu") = false,
+           NoGil())
       .def("unregister_cache", &Agent::unregister_cache, py::arg("cache"), NoGil())
       .def(
           "offer",
           [](Agent& agent, const std::string& id, const py::bytes& generation, CacheId cache,
              const BlockTable& table, uint32_t num_tokens, double lease, uint32_t consumers,
-             bool ready) {
+             bool ready, uintptr_t stream) {
             const OfferSpec spec{
-                id, to_generation(generation), cache, table, num_tokens, lease, consumers, ready};
+                id,    to_generation(generation), cache, table, num_tokens, lease, consumers,
+                ready, to_stream(stream)};
             py::gil_scoped_release release;
             return agent.offer(spec);
           },
           py::kw_only(), py::arg("id"), py::arg("generation"), py::arg("cache"), py::arg("table"),
-          py::arg("num_tokens"), py::arg("lease"), py::arg("consumers"), py::arg("ready"))
+          py::arg("num_tokens"), py::arg("lease"), py::arg("consumers"), py::arg("ready"),
+          py::arg("stream") = 0)
       .def(
           "fetch",
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,
              const BlockTable& table, uint32_t num_tokens, double timeout,
              const std::vector<
                  std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t, uint32_t>>& parts,
-             const CodecSpec& codec) {
+             const CodecSpec& codec, uintptr_t stream) {
             FetchSpec spec{
-                offer_id, to_generation(generation), cache, table, num_tokens, timeout, {}, codec};
+                offer_id, to_generation(generation), cache, table, num_tokens, timeout, {},
+                codec,    to_stream(stream)};
             for (const auto& [peer, layers, begin, end, consumers] : parts)
               spec.parts.push_back({peer, layers, begin, end, consumers});
             py::gil_scoped_release release;
@@ -242,7 +257,7 @@ void register_agent(py::module_& module) {
           },
           py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
           py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"),
-          py::arg("codec"))
+          py::arg("codec"), py::arg("stream") = 0)
       .def(
           "decline",
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,

@@ -286,6 +286,7 @@ class AgentOptions:
     peer_bytes: int
     digest: bool
     lock_arena: bool
+    gpu_timeout: float
     def __init__(self) -> None: ...
 
 class LoopbackFaults:
@@ -419,9 +420,13 @@ class Offer:
     @property
     def handle(self) -> int:
         """What Agent.poll() returns for it."""
-    def mark_ready(self, layer: int) -> None:
-        """Say that a layer's KV is complete. Raises InvalidError for an unknown layer."""
-    def mark_all_ready(self) -> None: ...
+    def mark_ready(self, layer: int, stream: int) -> None:
+        """Say that a layer's KV is complete, or will be when the GPU's stream has got there.
+
+        Raises InvalidError for an unknown layer. Streams are handles; 0 is the default stream, and
+        the only one where the cache is not on a GPU.
+        """
+    def mark_all_ready(self, stream: int) -> None: ...
     def release(self) -> None:
         """End it: fetches of it fail with CANCELLED. Does not wait."""
     def released(self) -> bool:
@@ -458,8 +463,11 @@ class Agent:
 
     def __init__(self, options: AgentOptions) -> None:
         """Start its threads. Raises InvalidError or ResourceError."""
-    def register_cache(self, layout: CacheLayout) -> int:
-        """Return the cache's id. Its memory stays valid until unregister_cache() has returned."""
+    def register_cache(self, layout: CacheLayout, on_gpu: bool = False) -> int:
+        """Return the cache's id. Its memory stays valid until unregister_cache() has returned.
+
+        Raises InvalidError or ResourceError where it should be on a GPU, and cannot be used there.
+        """
     def unregister_cache(self, cache: int) -> None:
         """Forget a cache. Raises InvalidError while offers or fetches use it."""
     def offer(
@@ -473,8 +481,12 @@ class Agent:
         lease: float,
         consumers: int,
         ready: bool,
+        stream: int = 0,
     ) -> Offer:
-        """Offer the tokens from table.first_token on. `lease` is in seconds."""
+        """Offer the tokens from table.first_token on. `lease` is in seconds.
+
+        On a GPU they are ready when `stream` has done what it was told until now.
+        """
     def fetch(
         self,
         *,
@@ -486,8 +498,9 @@ class Agent:
         timeout: float,
         parts: Sequence[tuple[int, Sequence[int], int, int, int]],
         codec: CodecSpec,
+        stream: int = 0,
     ) -> Fetch:
-        """Fetch the tokens from table.first_token on.
+        """Fetch the tokens from table.first_token on; on a GPU nothing is written before `stream`.
 
         A part: peer, layers, heads begin and end, consumers that fetch from the peer.
         """

@@ -11,7 +11,10 @@ from kvxfer.errors import LayoutError
 
 # DLPack's numbers of memory that the CPU can address: plain, and pinned by CUDA or ROCm.
 _HOST_DEVICES = {1, 3, 11}
-_DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
+_GPU_DEVICES = {2: "cuda", 10: "rocm", 13: "cuda (managed)"}
+_OTHER_DEVICES = {8: "metal", 14: "oneapi"}
+# DLPack's stream that stands for none: only the address is wanted, so nothing has to be waited for.
+_NO_STREAM = -1
 
 _DLPACK_VERSION = (1, 0)
 
@@ -37,14 +40,24 @@ class _ArrayLike(Protocol):
 
 
 @runtime_checkable
+class _CudaArrayLike(Protocol):
+    __cuda_array_interface__: Mapping[str, Any]
+
+
+@runtime_checkable
 class _DlpackLike(Protocol):
-    def __dlpack__(self, *, max_version: tuple[int, int] = ...) -> object: ...
+    def __dlpack__(
+        self, *, stream: int | None = ..., max_version: tuple[int, int] = ...
+    ) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor's memory. Strides are in bytes; `owner` keeps it alive."""
+    """A tensor's memory. Strides are in bytes; `owner` keeps it alive.
+
+    `device` is "" for memory of the CPU, else what the tensor's library calls the GPU.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -53,31 +66,33 @@ class TensorView:
     itemsize: int
     writable: bool
     owner: object
+    device: str = ""
 
 
 def describe(tensor: object, where: str) -> TensorView:
-    """Return the memory of a tensor that the CPU can address.
+    """Return the memory of a tensor.
 
     Parameters
     ----------
     tensor
-        A torch tensor, anything with ``__array_interface__`` or anything with ``__dlpack__``.
+        A torch tensor, or anything with ``__array_interface__``, ``__cuda_array_interface__`` or
+        ``__dlpack__``.
     where
         What to call it in errors.
 
     Raises
     ------
     LayoutError
-        It is none of these, or lies in the memory of a GPU.
+        It is none of these, or lies neither in the memory of the CPU nor of a GPU of AMD or NVIDIA.
     """
     if isinstance(tensor, _TorchLike):
         return _from_torch(tensor, where)
     if isinstance(tensor, _ArrayLike):
-        return _from_array_interface(tensor, where)
+        return _from_array_interface(tensor, tensor.__array_interface__, where)
+    if isinstance(tensor, _CudaArrayLike):
+        return _from_array_interface(tensor, tensor.__cuda_array_interface__, where, "cuda")
     if isinstance(tensor, _DlpackLike):
         return _from_dlpack(tensor, where)
-    if hasattr(tensor, "__cuda_array_interface__"):
-        raise _not_on_cpu(where, "cuda")
     raise LayoutError(
         f"{where}: expected a tensor with __array_interface__ or __dlpack__ (NumPy, torch, ...), "
         f"found {type(tensor).__name__}"
@@ -93,8 +108,9 @@ def dtype_name(dtype: object) -> str:
 
 
 def _from_torch(tensor: _TorchLike, where: str) -> TensorView:
-    if tensor.device.type != "cpu":
-        raise _not_on_cpu(where, str(tensor.device))
+    # ROCm's torch says cuda, too.
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise _unreachable(where, str(tensor.device))
     itemsize = int(tensor.element_size())
     return TensorView(
         address=tensor.data_ptr(),
@@ -104,13 +120,15 @@ def _from_torch(tensor: _TorchLike, where: str) -> TensorView:
         itemsize=itemsize,
         writable=True,
         owner=tensor,
+        device="" if tensor.device.type == "cpu" else str(tensor.device),
     )
 
 
-def _from_array_interface(tensor: _ArrayLike, where: str) -> TensorView:
-    interface = tensor.__array_interface__
+def _from_array_interface(
+    tensor: object, interface: Mapping[str, Any], where: str, device: str = ""
+) -> TensorView:
     if interface.get("data") is None:
-        raise LayoutError(f"{where}: its __array_interface__ has no address")
+        raise LayoutError(f"{where}: its array interface has no address")
     address, read_only = interface["data"]
     kind = interface["typestr"]
     itemsize = int(kind[2:])
@@ -127,18 +145,20 @@ def _from_array_interface(tensor: _ArrayLike, where: str) -> TensorView:
         itemsize=itemsize,
         writable=not read_only,
         owner=tensor,
+        device=device,
     )
 
 
 def _from_dlpack(tensor: _DlpackLike, where: str) -> TensorView:
     device, index = tensor.__dlpack_device__()
-    if device not in _HOST_DEVICES:
-        name = _DEVICE_NAMES.get(device, f"DLPack device {int(device)}")
-        raise _not_on_cpu(where, f"{name}:{index}")
+    if device not in _HOST_DEVICES and device not in _GPU_DEVICES:
+        name = _OTHER_DEVICES.get(device, f"DLPack device {int(device)}")
+        raise _unreachable(where, f"{name}:{index}")
+    about: dict[str, Any] = {"stream": _NO_STREAM} if device in _GPU_DEVICES else {}
     try:
-        capsule = tensor.__dlpack__(max_version=_DLPACK_VERSION)
+        capsule = tensor.__dlpack__(max_version=_DLPACK_VERSION, **about)
     except TypeError:  # from before DLPack 1.0
-        capsule = tensor.__dlpack__()
+        capsule = tensor.__dlpack__(**about)
     view = _core.DlpackTensor(capsule)
     return TensorView(
         address=view.address,
@@ -148,6 +168,7 @@ def _from_dlpack(tensor: _DlpackLike, where: str) -> TensorView:
         itemsize=view.itemsize,
         writable=not view.read_only,
         owner=view,
+        device=f"{_GPU_DEVICES[device]}:{index}" if device in _GPU_DEVICES else "",
     )
 
 
@@ -164,7 +185,8 @@ def _name_of_typestr(kind: str) -> str:
     return f"{names.get(kind[1], kind[1])}{int(kind[2:]) * 8}"
 
 
-def _not_on_cpu(where: str, device: str) -> LayoutError:
+def _unreachable(where: str, device: str) -> LayoutError:
     return LayoutError(
-        f"{where}: it lies in the memory of {device}; this version moves caches in CPU memory only"
+        f"{where}: it lies in the memory of {device}; caches lie in that of the CPU, or of a GPU "
+        "of AMD or NVIDIA"
     )

@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from kvxfer import _core
+from kvxfer._arguments import check_seconds, token_range
+from kvxfer._streams import stream_handle
 from kvxfer.cache import Cache
 from kvxfer.codecs import Codec
 from kvxfer.config import Config, check_require
@@ -31,7 +33,6 @@ from kvxfer.ticket import AgentRef, ParsedTicket, Ticket, issue_ticket, parse_ti
 from kvxfer.verbs import Adapters
 
 _MAX_NAME = 1024  # bytes that the wire carries
-_LONGEST = 1e8  # seconds that a lease or a fetch may last: three years
 
 # Every open agent of this process: closed at exit, and told of a fork.
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -155,7 +156,7 @@ class Agent:
         with self._lock:
             self._check_open()
             if cache not in self._caches:
-                self._caches[cache] = self._core.register_cache(cache.layout)
+                self._caches[cache] = self._core.register_cache(cache.layout, cache.on_gpu)
         return cache
 
     def unregister(self, cache: Cache) -> None:
@@ -182,6 +183,7 @@ class Agent:
         lease: float = 30.0,
         consumers: int = 1,
         ready: bool = True,
+        stream: object = None,
     ) -> Offer:
         """Offer the KV of one request. Its blocks must not change until the offer is released.
 
@@ -205,13 +207,17 @@ class Agent:
             where a consumer tells of more (`ranks` of `fetch`). A decline counts as a fetch.
         ready
             False: the KV is still being computed, and `Offer.mark_ready` tells layer by layer.
+        stream
+            Of a cache on a GPU: nothing is read before this stream has done what it was told until
+            now. Of torch, of CuPy, or the runtime's handle; left out, torch's current stream where
+            the tensors are torch's, else the default stream.
 
         Raises
         ------
         InvalidError
             Blocks out of range or too few, an id in use, a cache that is not registered.
         """
-        _check_seconds("lease", lease)
+        check_seconds("lease", lease)
         consumers = index(consumers)
         if not 1 <= consumers < 1 << 32:
             raise InvalidError(f"consumers is {consumers}: an offer is for at least one")
@@ -240,6 +246,7 @@ class Agent:
                 lease=lease,
                 consumers=consumers,
                 ready=ready,
+                stream=stream_handle(stream, cache),
             )
             offer = Offer(core, cache, ticket, self._watch)
             self._handles[core.handle] = offer
@@ -257,6 +264,7 @@ class Agent:
         codec: str | Codec | None = None,
         ranks: Ranks | None = None,
         require: str | None = None,
+        stream: object = None,
     ) -> Fetch:
         """Start to fetch the KV of an offer into local blocks; returns at once.
 
@@ -291,6 +299,8 @@ class Agent:
         require
             ``"rdma"``: fail, with the reason, where it would go by anything else. Left out,
             `Config.require`.
+        stream
+            Of a cache on a GPU, as in `offer`: nothing is written before.
 
         Raises
         ------
@@ -301,7 +311,7 @@ class Agent:
             Blocks out of range, repeated or too few; tokens not on offer; a cache that is not
             registered; an unknown codec or option; ranks of which the cache is none.
         """
-        _check_seconds("timeout", timeout)
+        check_seconds("timeout", timeout)
         if require is not None:
             check_require(require, self._config.transport)
         spec = Codec.parse(self._config.codec if codec is None else codec)
@@ -314,12 +324,13 @@ class Agent:
                 f"ticket for offer {parsed.offer_id!r} is for model {parsed.model!r}, the cache is "
                 f"of {layout.model!r}"
             )
-        begin, end = _token_range(tokens, parsed.first_token, parsed.num_tokens)
+        begin, end = token_range(tokens, parsed.first_token, parsed.num_tokens)
         slot = begin % layout.block_size if first_slot is None else index(first_slot)
         if not 0 <= slot < layout.block_size:
             raise InvalidError(f"first_slot is {slot}, a block has {layout.block_size} slots")
         table = _core.BlockTable(blocks, begin, slot)
         parts, consumers = self._share(parsed, cache, ranks)
+        handle = stream_handle(stream, cache)
         with self._lock:
             cache_id = self._cache_id(cache)
             # Checks come before the first connection is made.
@@ -344,6 +355,7 @@ class Agent:
                         for agent, layers, head, head_end in parts
                     ],
                     codec=spec.core_spec(parsed.first_token + parsed.num_tokens),
+                    stream=handle,
                 )
 
             return self._start(start, cache)
@@ -377,7 +389,7 @@ class Agent:
         InvalidError
             A cache that is not registered; ranks of which it is none.
         """
-        _check_seconds("timeout", timeout)
+        check_seconds("timeout", timeout)
         parsed = parse_ticket(ticket, self._config.secret)
         parts, consumers = self._share(parsed, cache, ranks)
         agents = list(dict.fromkeys(agent for agent, *_ in parts))
@@ -580,25 +592,6 @@ class Agent:
         self._kept[handle._core.handle] = handle  # noqa: SLF001 - ours
         if handle._ended:  # noqa: SLF001
             os.eventfd_write(descriptor, 1)
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not 0 < value <= _LONGEST:
-        raise InvalidError(f"{name} is {value} s: it must be positive and at most {_LONGEST:.0f}")
-
-
-def _token_range(tokens: slice | None, first: int, count: int) -> tuple[int, int]:
-    begin, end = first, first + count
-    if tokens is not None:
-        if tokens.step not in (None, 1):
-            raise InvalidError(f"tokens={tokens} has a step: only runs of tokens can be fetched")
-        begin = begin if tokens.start is None else index(tokens.start)
-        end = end if tokens.stop is None else index(tokens.stop)
-    if begin < first or end > first + count or begin >= end:
-        raise InvalidError(
-            f"tokens [{begin}, {end}) were asked for, on offer are [{first}, {first + count})"
-        )
-    return begin, end
 
 
 def _close_all() -> None:

@@ -60,9 +60,9 @@ class Cache:
     ----------
     tensors
         Layer name to tensor, or to a tuple of tensors with one plane each, such as ``(k, v)``; in
-        the order of the model. torch tensors on the CPU and anything with ``__array_interface__``
-        or ``__dlpack__``, with any positive strides. A tensor that holds all layers is passed as
-        one view of it per layer.
+        the order of the model. torch tensors and anything with ``__array_interface__``,
+        ``__cuda_array_interface__`` or ``__dlpack__``, with any positive strides; all on the CPU,
+        or all on one GPU. A tensor that holds all layers is passed as one view of it per layer.
     axes
         What the tensors' axes are, in their order: B block, H kv head, N token in its block,
         C content, and P plane where one tensor holds K and V (vLLM's ``[2, blocks, ...]`` is
@@ -120,6 +120,7 @@ class Cache:
             raise LayoutError(f"first_head is {first_head}; heads are counted from 0")
 
         self._owners: list[object] = []
+        self._devices: set[str] = set()
         self._writable = True
         geometry: _Geometry | None = None
         views: list[tuple[int, int, int, int, int]] = []
@@ -135,6 +136,9 @@ class Cache:
                 )
             views += [(plane.address, *plane.strides) for plane in layer_planes]
         assert geometry is not None
+        if len(self._devices) > 1:
+            places = ", ".join(sorted(device or "the CPU" for device in self._devices))
+            raise LayoutError(f"the tensors lie on {places}: a cache has all of its on one device")
 
         names = tuple(planes) if planes is not None else _default_planes(len(geometry.contents))
         try:
@@ -164,6 +168,16 @@ class Cache:
         """Whether all tensors can be written, so that fetches may go into them."""
         return self._writable
 
+    @property
+    def owner(self) -> object:
+        """The first tensor."""
+        return self._owners[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the tensors lie in the memory of a GPU."""
+        return self._devices != {""}
+
     def __repr__(self) -> str:
         layout = self._layout
         last = layout.first_head + layout.num_heads - 1
@@ -172,7 +186,8 @@ class Cache:
             f"<kvxfer.Cache: {len(layout.layers)} layers, planes {planes}, "
             f"kv heads {layout.first_head} to {last}, {layout.num_blocks} blocks of "
             f"{layout.block_size} tokens, {layout.element}, {layout.token_bytes()} bytes a token, "
-            f"in memory {self._memory_order()}{'' if self._writable else ', read-only'}>"
+            f"in memory {self._memory_order()}{' of a GPU' if self.on_gpu else ''}"
+            f"{'' if self._writable else ', read-only'}>"
         )
 
     def _memory_order(self) -> str:
@@ -208,6 +223,7 @@ class Cache:
         for member, where in zip(members, labels, strict=True):
             view = describe(member, where)
             self._owners.append(view.owner)
+            self._devices.add(view.device)
             self._writable &= view.writable
             element = _element(view, dtype, where)
             axis = _axes_of(view, axes, where)

@@ -73,6 +73,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "heartbeat_interval": (0.001, 1e6),
     "heartbeat_timeout": (0.002, 1e7),
     "handshake_timeout": (0.001, 1e6),
+    "gpu_timeout": (0.001, 1e6),
 }
 
 
@@ -264,6 +265,12 @@ class Config:
     lock_arena: bool = _knob(
         "KVXFER_LOCK_ARENA", False, "bool", "pin the arena in memory (needs ulimit -l)"
     )
+    gpu_timeout: float = _knob(
+        "KVXFER_GPU_TIMEOUT",
+        60.0,
+        "seconds",
+        "that a GPU has for a chunk, and a stream to get to where an offer is ready",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -322,6 +329,7 @@ class Config:
         options.heartbeat_timeout = self.heartbeat_timeout
         options.peer_bytes = self.peer_bytes
         options.digest, options.lock_arena = self.digest, self.lock_arena
+        options.gpu_timeout = self.gpu_timeout
         return options
 
     @classmethod

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kvxfer._streams import stream_handle
 from kvxfer.errors import Error, InvalidError, Status, TransferError
 
 if TYPE_CHECKING:
@@ -276,13 +277,16 @@ class Offer(_Handle):
         """What a consumer needs to fetch: a dict that survives JSON. Send it any way you like."""
         return self._ticket
 
-    def mark_ready(self, layer: str | int) -> None:
+    def mark_ready(self, layer: str | int, *, stream: object = None) -> None:
         """Say that a layer's KV is complete in the blocks: it may be sent from now on.
 
         Parameters
         ----------
         layer
             Its name, or its index in the cache.
+        stream
+            Of a cache on a GPU, as in `Agent.offer`: it is sent when the stream has done what it
+            was told until now.
         """
         layers = self._cache.layout.layers
         if isinstance(layer, str):
@@ -296,11 +300,11 @@ class Offer(_Handle):
             raise InvalidError(
                 f"offer {self.id!r}: there is no layer {layer}, the cache has {len(layers)}"
             )
-        self._core.mark_ready(layer)
+        self._core.mark_ready(layer, stream_handle(stream, self._cache))
 
-    def mark_all_ready(self) -> None:
+    def mark_all_ready(self, *, stream: object = None) -> None:
         """Say that all layers are complete."""
-        self._core.mark_all_ready()
+        self._core.mark_all_ready(stream_handle(stream, self._cache))
 
     def release(self) -> None:
         """Withdraw it: running fetches of it end with CANCELLED."""

@@ -44,14 +44,19 @@ Agent::Agent(const AgentOptions& options) : core_(std::make_shared<AgentCore>(op
 
 Agent::~Agent() { close(); }
 
-CacheId Agent::register_cache(const CacheLayout& layout) {
+CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   layout.validate();
   check_announceable(layout);
   AgentCore& core = *core_;
   core.check_fork();
+  auto cache = std::make_shared<Cache>();
+  if (on_gpu) {
+    cache->place = find_gpu(layout);
+    cache->gpu = core.gpus.get(*cache->place, core.options);
+  }
   Guard guard(core);
   core.check_open();
-  auto cache = std::make_shared<Cache>();
+  if (on_gpu && !core.gpu_pool) core.gpu_pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu");
   for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;
   cache->layout = layout;
   for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
@@ -181,7 +186,10 @@ void Agent::close() {
                                 [&] { return core.peers.empty(); });
     clear_timer(core, core.heartbeat);
   }
+  core.gpu_gate.stop();
+  core.gpus.hurry();
   core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
+  if (core.gpu_pool) core.gpu_pool->stop();
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   Guard guard(core);

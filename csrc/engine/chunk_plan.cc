@@ -104,31 +104,40 @@ uint64_t ChunkPlan::seed(uint32_t chunk, const Generation& generation) const {
 }
 
 PackedChunk ChunkPlan::pack(uint32_t chunk, std::byte* wire, const Generation& generation,
-                            bool with_digest, bool stream) const {
+                            bool with_digest, bool stream, GpuPacker* gpu) const {
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   const uint64_t place = seed(chunk, generation);
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
+    const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const CodedChunk coded =
-        pack_panels(*panels, static_cast<uint32_t>(begin), static_cast<uint32_t>(end), wire, place,
-                    with_digest, stream);
+        gpu != nullptr ? gpu->pack_panels(*panels, first, last, wire, place, nullptr)
+                       : pack_panels(*panels, first, last, wire, place, with_digest, stream);
     return {coded.bytes, coded.exceptions, coded.digest};
   }
-  const Digest digest =
-      kvxfer::pack(std::get<CopyPlan>(plan_), begin, end, wire, place, with_digest, stream);
+  const CopyPlan& copy = std::get<CopyPlan>(plan_);
+  const Digest digest = gpu != nullptr
+                            ? gpu->pack(copy, begin, end, wire, place, with_digest, nullptr)
+                            : kvxfer::pack(copy, begin, end, wire, place, with_digest, stream);
   return {static_cast<uint32_t>(end - begin), 0, digest};
 }
 
 UnpackedChunk ChunkPlan::unpack(uint32_t chunk, const std::byte* wire, uint32_t bytes,
-                                const Generation& generation, bool with_digest) const {
+                                const Generation& generation, bool with_digest,
+                                GpuPacker* gpu) const {
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   const uint64_t place = seed(chunk, generation);
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
+    const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const DecodedChunk decoded =
-        unpack_panels(*panels, static_cast<uint32_t>(begin), static_cast<uint32_t>(end), wire,
-                      bytes, place, with_digest);
+        gpu != nullptr ? gpu->unpack_panels(*panels, first, last, wire, bytes, place, nullptr)
+                       : unpack_panels(*panels, first, last, wire, bytes, place, with_digest);
     return {decoded.digest, decoded.loss, decoded.exceptions};
   }
-  return {kvxfer::unpack(std::get<CopyPlan>(plan_), begin, end, wire, place, with_digest), {}, 0};
+  const CopyPlan& copy = std::get<CopyPlan>(plan_);
+  const Digest digest = gpu != nullptr
+                            ? gpu->unpack(copy, begin, end, wire, place, with_digest, nullptr)
+                            : kvxfer::unpack(copy, begin, end, wire, place, with_digest);
+  return {digest, {}, 0};
 }
 
 Digest ChunkPlan::digest_of(uint32_t chunk, const std::byte* wire, uint32_t bytes,
@@ -136,8 +145,14 @@ Digest ChunkPlan::digest_of(uint32_t chunk, const std::byte* wire, uint32_t byte
   return digest({wire, bytes}, seed(chunk, generation));
 }
 
-void ChunkPlan::zero_tail() const {
-  std::visit([](const auto& plan) { kvxfer::zero_tail(plan); }, plan_);
+void ChunkPlan::zero_tail(GpuPacker* gpu) const {
+  const auto zero = [gpu](const auto& plan) {
+    if (gpu == nullptr) return kvxfer::zero_tail(plan);
+    std::vector<Run> runs;
+    plan.append_tail_runs(runs);
+    gpu->zero(runs, nullptr);
+  };
+  std::visit(zero, plan_);
 }
 
 }  // namespace kvxfer

@@ -9,6 +9,7 @@
 #include "kvxfer/agent.h"
 #include "kvxfer/copy_plan.h"
 #include "kvxfer/panel_plan.h"
+#include "pack/gpu_packer.h"
 
 namespace kvxfer {
 
@@ -26,7 +27,8 @@ struct UnpackedChunk {
 
 // What is sent for one part of a fetch, cut into chunks, mapped to one side's memory: plain memory,
 // or panels that are encoded. Both sides compute the same chunks from the same numbers, so a commit
-// need only name one. Immutable; safe to use from several threads.
+// need only name one. Immutable; safe to use from several threads. `gpu` is null for memory of the
+// host, else the packer of the device whose memory it is.
 class ChunkPlan {
  public:
   // No chunk is larger than `chunk_bytes`; with `per_layer` none spans two layers. Throws
@@ -49,16 +51,16 @@ class ChunkPlan {
 
   // `wire` has room for a chunk. `stream`: another core reads what is written there.
   PackedChunk pack(uint32_t chunk, std::byte* wire, const Generation& generation, bool with_digest,
-                   bool stream) const;
+                   bool stream, GpuPacker* gpu) const;
   // Throws Error(kProtocol) for a coded chunk that is not what was agreed on.
   UnpackedChunk unpack(uint32_t chunk, const std::byte* wire, uint32_t bytes,
-                       const Generation& generation, bool with_digest) const;
+                       const Generation& generation, bool with_digest, GpuPacker* gpu) const;
   // Of the bytes that pack() would leave for this chunk.
   Digest digest_of(uint32_t chunk, const std::byte* wire, uint32_t bytes,
                    const Generation& generation) const;
 
   // Zeroes the slots behind the last token in its block.
-  void zero_tail() const;
+  void zero_tail(GpuPacker* gpu) const;
 
  private:
   uint64_t seed(uint32_t chunk, const Generation& generation) const;

@@ -113,6 +113,32 @@ void measure_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
   grant_slots(core);
 }
 
+bool has_failed(AgentCore& core, const FetchState& fetch) {
+  const Guard guard(core);
+  return fetch.ending && !fetch.status.ok();
+}
+
+void zero_tail(AgentCore& core, const Part& part) {
+  Status status;
+  try {
+    // It may have waited for the caller's GPU until the fetch had failed.
+    if (!has_failed(core, *part.fetch)) part.plan->zero_tail(part.fetch->cache->packer());
+  } catch (const Error& error) {
+    status = {error.code(), std::string("the end of the last block: ") + error.what()};
+  } catch (const std::exception& error) {  // std::bad_alloc
+    status = {StatusCode::kNoResources, error.what()};
+  }
+  Guard guard(core);
+  const auto fetch = part.fetch;
+  --fetch->unpacking;
+  if (!status.ok()) {
+    // All chunks may be there: then it has ended well so far, but for this.
+    if (fetch->ending && fetch->status.ok()) fetch->status = status;
+    fail_fetch(core, fetch, std::move(status));
+  }
+  complete(core, fetch);
+}
+
 }  // namespace
 
 void complete_part(AgentCore& core, const std::shared_ptr<Part>& part) {
@@ -188,7 +214,8 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   FetchReport& report = part->fetch->report;
   add_distinct(report.transport, peer.link->transport());
   add_distinct(report.link, peer.link->describe());
-  add_distinct(report.why, peer.why);
+  const bool on_gpu = part->fetch->cache->gpu != nullptr;
+  add_distinct(report.why, peer.why + (on_gpu ? "; GPU memory goes through the host's" : ""));
   // While there are plenty, slots go along with the question, which saves a round trip. They are
   // not worth waiting for: the offer may not be there for a long time.
   const uint64_t chunks = (part->memory_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
@@ -239,13 +266,9 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   const uint32_t used = (fetch.spec.table.first_slot + fetch.spec.num_tokens) % layout.block_size;
   if (used > 0) {
     ++part->fetch->unpacking;
-    run_job(core, (layout.block_size - used) * (part->memory_bytes / fetch.spec.num_tokens),
-            [&core, part] {
-              part->plan->zero_tail();
-              Guard guard(core);
-              --part->fetch->unpacking;
-              complete(core, part->fetch);
-            });
+    run_unpack(core, part->fetch,
+               (layout.block_size - used) * (part->memory_bytes / fetch.spec.num_tokens),
+               [&core, part] { zero_tail(core, *part); });
   }
   for (const wire::Commit& commit : std::exchange(part->early, {})) take_chunk(core, part, commit);
   feed(core, part, window_of(core, *part));
@@ -292,6 +315,7 @@ void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Statu
     reclaim_granted(core, *part, part->sent && peer.link && peer.link->one_sided());
     peer.parts.erase(part->id);
   }
+  open_gate(core, *fetch);
   complete(core, fetch);
   if (core.arena) grant_slots(core);
 }

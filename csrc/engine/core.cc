@@ -26,6 +26,7 @@ const AgentOptions& checked(const AgentOptions& options) {
   require(
       options.heartbeat_interval > 0 && options.heartbeat_timeout >= 2 * options.heartbeat_interval,
       "heartbeat_timeout must be at least twice heartbeat_interval, and both positive");
+  require(options.gpu_timeout > 0, "gpu_timeout must be positive");
   simd_variant();  // throws for a KVXFER_SIMD that cannot run, here and not in the first transfer
   return options;
 }
@@ -66,8 +67,10 @@ Guard::~Guard() {
   core_.draining = false;
 }
 
-void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job) {
-  if (bytes <= core.options.inline_bytes && core.io->control()->in_loop()) {
+void run_job(AgentCore& core, const Cache& cache, uint64_t bytes, std::function<void()> job) {
+  if (cache.gpu) {
+    core.gpu_pool->submit(std::move(job));
+  } else if (bytes <= core.options.inline_bytes && core.io->control()->in_loop()) {
     core.deferred.push_back(std::move(job));
   } else {
     core.pool->submit(std::move(job));

@@ -21,6 +21,8 @@
 #include "engine/chunk_plan.h"
 #include "engine/event_queue.h"
 #include "engine/fair_queue.h"
+#include "engine/gpu_device.h"
+#include "engine/gpu_gate.h"
 #include "engine/recorder.h"
 #include "engine/timers.h"
 #include "kvxfer/agent.h"
@@ -46,7 +48,11 @@ struct Cache {
   CacheId id = 0;
   CacheLayout layout;
   std::unordered_map<std::string, uint32_t> layer_index;
-  uint32_t users = 0;  // offers and fetches
+  uint32_t users = 0;             // offers and fetches
+  std::optional<GpuPlace> place;  // on a GPU, if at all; then with its device
+  std::shared_ptr<GpuDevice> gpu;
+
+  GpuPacker* packer() const { return gpu ? gpu->packer.get() : nullptr; }
 };
 
 // Producer: an offer, from offer() until its blocks are released.
@@ -132,6 +138,9 @@ struct FetchState {
   uint32_t parts_left = 0;
   uint32_t unpacking = 0;  // jobs that are writing into the caller's blocks
   bool ending = false;     // no new job is started
+  // The caller's GPU may still be using the blocks: jobs that write there wait until it is not.
+  bool gated = false;
+  std::vector<std::function<void()>> parked;
   bool done = false;
   Status status;
   TimePoint started, ended;
@@ -262,7 +271,10 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   FairQueue<Peer*, std::shared_ptr<Part>> hungry;  // want a slot
 
   const std::unique_ptr<ThreadPool> pool;
-  const std::unique_ptr<IoThreads> io;  // its control loop is the progress thread
+  GpuDevices gpus;                       // needs no mutex
+  std::unique_ptr<ThreadPool> gpu_pool;  // waits for GPUs; made with the first cache on one
+  GpuGate gpu_gate;                      // needs no mutex
+  const std::unique_ptr<IoThreads> io;   // its control loop is the progress thread
 
   void check_open() const;  // throws Error(kClosed) after close(); needs the mutex
   void check_fork() const;  // throws Error(kClosed) in a forked child
@@ -288,8 +300,15 @@ void set_timer(AgentCore& core, std::optional<Timers::Id>& timer, TimePoint when
                std::function<void()> action);
 void clear_timer(AgentCore& core, std::optional<Timers::Id>& timer);
 // Runs a job that handles `bytes`: small ones on the control loop's thread when that is the caller,
-// else on the pool.
-void run_job(AgentCore& core, uint64_t bytes, std::function<void()> job);
+// else on a pool: of its own where the cache is on a GPU, which jobs wait for.
+void run_job(AgentCore& core, const Cache& cache, uint64_t bytes, std::function<void()> job);
+
+// gpu_device.cc
+// What a stream still has to do before the memory of a cache may be read or written: null where
+// that is nothing. Throws Error(kInvalid) for a stream where the cache is in the host's memory, and
+// where memory of the cache was freed. Not with the mutex held.
+std::shared_ptr<GpuEvent> stream_event(AgentCore& core, CacheId cache, void* stream);
+std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream);
 
 // offers.cc
 void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome);
@@ -346,6 +365,12 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
 ChunkPlan plan_part(const Part& part, const wire::Accept& accept);
 
 // fetches.cc
+// run_job() for a job that writes into the blocks, once the caller's GPU has let go of them.
+// Counted in `unpacking` already; by the time that it runs the fetch may be ending.
+void run_unpack(AgentCore& core, const std::shared_ptr<FetchState>& fetch, uint64_t bytes,
+                std::function<void()> job);
+// Nothing waits for the caller's GPU any more.
+void open_gate(AgentCore& core, FetchState& fetch);
 // Hands the parts of a fetch that is in AgentCore::fetches to their peers, and sets its deadline.
 void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 

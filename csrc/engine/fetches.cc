@@ -41,7 +41,38 @@ std::string progress(const FetchState& fetch) {
   return "all parts arrived";
 }
 
+// Has the jobs that write into the blocks wait until the caller's GPU has let go of them.
+void close_gate(AgentCore& core, const std::shared_ptr<FetchState>& fetch,
+                const std::shared_ptr<GpuEvent>& event) {
+  fetch->gated = true;
+  const auto opened = [fetch](const std::string& failure) {
+    AgentCore& owner = *fetch->core;
+    Guard guard(owner);
+    if (failure.empty()) return open_gate(owner, *fetch);
+    fail_fetch(owner, fetch,
+               {StatusCode::kNoResources,
+                what_of(*fetch) + ": the stream that has the blocks: " + failure});
+  };
+  // The fetch fails before.
+  const Duration late = to_duration(fetch->spec.timeout) + std::chrono::seconds(1);
+  core.gpu_gate.wait(event, fetch->started + late, opened);
+}
+
 }  // namespace
+
+void run_unpack(AgentCore& core, const std::shared_ptr<FetchState>& fetch, uint64_t bytes,
+                std::function<void()> job) {
+  if (fetch->gated) {
+    fetch->parked.push_back(std::move(job));
+  } else {
+    run_job(core, *fetch->cache, bytes, std::move(job));
+  }
+}
+
+void open_gate(AgentCore& core, FetchState& fetch) {
+  fetch.gated = false;
+  for (auto& job : std::exchange(fetch.parked, {})) run_job(core, *fetch.cache, 0, std::move(job));
+}
 
 void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   set_timer(core, fetch->timer, fetch->started + to_duration(fetch->spec.timeout), [&core, fetch] {
@@ -70,6 +101,7 @@ void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
 Fetch Agent::fetch(const FetchSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
+  const auto event = stream_event(core, spec.cache, spec.stream);
   Guard guard(core);
   core.check_open();
   const auto invalid = [&](const std::string& what) -> Error {
@@ -129,6 +161,7 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   fetch->report.path = "staged";
   ++fetch->cache->users;
   core.fetches[fetch->handle] = fetch;
+  if (event) close_gate(core, fetch, event);
   for (const FetchPart& spec_part : spec.parts) {
     auto part = std::make_shared<Part>();
     part->fetch = fetch;

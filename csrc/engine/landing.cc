@@ -69,7 +69,8 @@ Status unpack_commit(const AgentCore& core, const Part& part, const wire::Commit
                      UnpackedChunk& chunk) {
   try {
     chunk = part.plan->unpack(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
-                              part.fetch->spec.generation, core.options.digest);
+                              part.fetch->spec.generation, core.options.digest,
+                              part.fetch->cache->packer());
     return judge(core, part, commit, chunk);
   } catch (const Error& error) {
     return judge_failure(core, part, commit, error);
@@ -92,8 +93,20 @@ void count_chunk(AgentCore& core, Part& part, const wire::Commit& commit,
   ++report.chunks;
 }
 
+// A chunk that will not be unpacked any more: its fetch ended while it waited for the caller's GPU.
+bool drop_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
+  Guard guard(core);
+  if (!part->fetch->ending) return false;
+  --part->fetch->unpacking;
+  return_slot(core, part, commit.slot);
+  complete(core, part->fetch);
+  grant_slots(core);
+  return true;
+}
+
 void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   const auto fetch = part->fetch;
+  if (fetch->cache->gpu && drop_chunk(core, part, commit)) return;
   UnpackedChunk chunk;
   const TimePoint began = Clock::now();
   Status status = unpack_commit(core, *part, commit, chunk);
@@ -168,7 +181,8 @@ std::shared_ptr<Part> take_landed(AgentCore& core, Peer& peer, const wire::Commi
 
 void take_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   claim_chunk(core, *part, commit);
-  run_job(core, commit.bytes, [&core, part, commit] { unpack_chunk(core, part, commit); });
+  run_unpack(core, part->fetch, commit.bytes,
+             [&core, part, commit] { unpack_chunk(core, part, commit); });
 }
 
 // A commit on a mapped arena: the bytes are in the slot.
@@ -230,6 +244,11 @@ void Peer::on_landed(Link&, std::span<const std::byte> notice, bool accepted) {
     } catch (const std::exception& error) {  // std::bad_alloc
       drop_peer(*core, shared_from_this(),
                 {StatusCode::kNoResources, "'" + name + "': handling its write: " + error.what()});
+    }
+    if (part && part->fetch->cache->gpu) {
+      run_unpack(*core, part->fetch, commit.bytes,
+                 [core = core, part, commit] { unpack_chunk(*core, part, commit); });
+      part = nullptr;
     }
     if (!part) {
       if (core->arena) grant_slots(*core);

@@ -43,8 +43,38 @@ void count_end(AgentCore& core, const std::shared_ptr<OfferState>& offer) {
 
 Consumer consumer_of(const Serve& serve) { return {serve.peer->name, serve.request.cache_id}; }
 
+// Layers [begin, end) are ready when a GPU's stream has got there.
+void mark_later(const std::shared_ptr<OfferState>& offer, uint32_t begin, uint32_t end,
+                const std::shared_ptr<GpuEvent>& event) {
+  const auto opened = [offer, begin, end](const std::string& failure) {
+    AgentCore& core = *offer->core;
+    Guard guard(core);
+    if (failure.empty()) {
+      for (uint32_t layer = begin; layer < end; ++layer) layer_ready(core, *offer, layer);
+      start_packs(core);
+    } else {
+      end_offer(core, offer,
+                {StatusCode::kNoResources,
+                 "offer '" + offer->id + "': the stream that writes its blocks: " + failure});
+    }
+  };
+  AgentCore& core = *offer->core;
+  core.gpu_gate.wait(event, Clock::now() + to_duration(core.options.gpu_timeout), opened);
+}
+
 void note_fetch(OfferState& offer, const Serve& serve) {
   if (offer.fetched_by.size() < kConsumers) offer.fetched_by.insert(consumer_of(serve));
+}
+
+void mark_layers(const std::shared_ptr<OfferState>& offer, uint32_t begin, uint32_t end,
+                 void* stream) {
+  AgentCore& core = *offer->core;
+  if (const auto event = stream_event(*offer->cache, stream)) {
+    return mark_later(offer, begin, end, event);
+  }
+  Guard guard(core);
+  for (uint32_t layer = begin; layer < end; ++layer) layer_ready(core, *offer, layer);
+  start_packs(core);
 }
 
 }  // namespace
@@ -115,6 +145,7 @@ void release_if_unread(AgentCore& core, OfferState& offer) {
 Offer Agent::offer(const OfferSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
+  const auto event = spec.ready ? stream_event(core, spec.cache, spec.stream) : nullptr;
   Guard guard(core);
   core.check_open();
   const auto cache = core.caches.find(spec.cache);
@@ -156,8 +187,9 @@ Offer Agent::offer(const OfferSpec& spec) {
   offer->cache = cache->second;
   offer->table = spec.table;
   offer->token_end = static_cast<uint32_t>(token_end);
-  offer->ready.assign(layout.layers.size(), spec.ready);
-  offer->ready_left = spec.ready ? 0 : static_cast<uint32_t>(layout.layers.size());
+  const bool ready = spec.ready && !event;
+  offer->ready.assign(layout.layers.size(), ready);
+  offer->ready_left = ready ? 0 : static_cast<uint32_t>(layout.layers.size());
   offer->consumers = spec.consumers;
   offer->lease = to_duration(spec.lease);
   offer->began = Clock::now();
@@ -166,6 +198,7 @@ Offer Agent::offer(const OfferSpec& spec) {
   core.offers[offer->generation] = offer;
   core.offer_ids[offer->id] = offer->generation;
   arm_lease(core, offer);
+  if (event) mark_later(offer, 0, static_cast<uint32_t>(layout.layers.size()), event);
   core.recorder.add(TraceKind::kOffer, offer->generation, {.name = offer->id});
 
   if (auto early = core.waiting.extract(offer->generation)) {
@@ -202,25 +235,20 @@ const std::string& Offer::id() const { return state_->id; }
 const Generation& Offer::generation() const { return state_->generation; }
 uint64_t Offer::handle() const { return state_->handle; }
 
-void Offer::mark_ready(uint32_t layer) {
+void Offer::mark_ready(uint32_t layer, void* stream) {
   AgentCore& core = *state_->core;
   core.check_fork();
-  Guard guard(core);
   if (layer >= state_->ready.size()) {
     throw Error(StatusCode::kInvalid, "offer '" + state_->id + "': there is no layer " +
                                           std::to_string(layer) + ", the cache has " +
                                           std::to_string(state_->ready.size()));
   }
-  layer_ready(core, *state_, layer);
-  start_packs(core);
+  mark_layers(state_, layer, layer + 1, stream);
 }
 
-void Offer::mark_all_ready() {
-  AgentCore& core = *state_->core;
-  core.check_fork();
-  Guard guard(core);
-  for (uint32_t layer = 0; layer < state_->ready.size(); ++layer) layer_ready(core, *state_, layer);
-  start_packs(core);
+void Offer::mark_all_ready(void* stream) {
+  state_->core->check_fork();
+  mark_layers(state_, 0, static_cast<uint32_t>(state_->ready.size()), stream);
 }
 
 void Offer::release() {

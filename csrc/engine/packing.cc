@@ -36,7 +36,7 @@ PackedChunk fill(AgentCore& core, const Serve& serve, uint32_t chunk, std::byte*
                  std::optional<std::string>& failure) {
   try {
     return serve.plan->pack(chunk, wire, serve.request.generation, serve.request.with_digest != 0,
-                            /*stream=*/!staged);
+                            /*stream=*/!staged, serve.offer->cache->packer());
   } catch (const std::exception& error) {
     failure = "producer '" + core.options.name + "' could not pack chunk " + std::to_string(chunk) +
               ": " + error.what();
@@ -100,7 +100,8 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 
 void start_packs(AgentCore& core) {
   // One more than there are workers, so that a worker that is done finds the next chunk waiting.
-  const uint32_t limit = core.options.threads + 1;
+  const uint32_t limit =
+      core.options.threads + 1 + (core.gpu_pool ? static_cast<uint32_t>(core.gpu_pool->size()) : 0);
   while (core.packing < limit) {
     // Who waits for staging is passed over: on_written() comes back here.
     const auto next = core.serve_queue.pop([&](Peer* peer) { return has_room(core, *peer); });
@@ -123,9 +124,10 @@ void start_packs(AgentCore& core) {
     ++serve->offer->reading;
     ++core.packing;
     queue_serve(core, serve);
-    run_job(core, serve->plan->memory_bytes(chunk), [&core, serve = serve, chunk, slot, staged] {
-      pack_chunk(core, serve, chunk, slot, staged);
-    });
+    run_job(core, *serve->offer->cache, serve->plan->memory_bytes(chunk),
+            [&core, serve = serve, chunk, slot, staged] {
+              pack_chunk(core, serve, chunk, slot, staged);
+            });
   }
 }
 

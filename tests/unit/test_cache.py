@@ -54,6 +54,8 @@ class DlpackLike:
         return self.device
 
     def __dlpack__(self, **options: object) -> object:
+        on_gpu = self.device[0] in (2, 10)
+        assert options.pop("stream", None) == (-1 if on_gpu else None)  # nothing to wait for
         if not self.versioned and options:
             raise TypeError("unexpected keyword argument")
         if not self.versioned:
@@ -187,8 +189,11 @@ def test_duck_typed_torch_tensor():
     layout = kvxfer.Cache({"a": TorchLike(array)}).layout
     assert layout.element == "bfloat16"
     assert layout.views == [(address(array), *array.strides)]
-    with pytest.raises(kvxfer.LayoutError, match="layer 'a': it lies in the memory of cuda:0"):
-        kvxfer.Cache({"a": TorchLike(array, device="cuda")})
+    with pytest.raises(kvxfer.LayoutError, match="layer 'a': it lies in the memory of xpu:0"):
+        kvxfer.Cache({"a": TorchLike(array, device="xpu")})
+    on_gpu = kvxfer.Cache({"a": TorchLike(array, device="cuda")})
+    assert on_gpu.on_gpu
+    assert repr(on_gpu).endswith("in memory BHNC of a GPU>")
 
 
 @pytest.mark.parametrize("versioned", [True, False])
@@ -200,11 +205,28 @@ def test_dlpack(versioned):
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [((2, 1), "cuda:1"), ((10, 0), "rocm:0"), ((99, 3), "99:3")]
+    ("device", "name"), [((8, 1), "metal:1"), ((14, 0), "oneapi:0"), ((99, 3), "99:3")]
 )
-def test_dlpack_of_a_gpu_is_refused(device, name):
+def test_dlpack_of_another_device_is_refused(device, name):
     with pytest.raises(kvxfer.LayoutError, match=f"layer 'a': it lies in the memory of .*{name}"):
         kvxfer.Cache({"a": DlpackLike(np.zeros((3, 2, 4, 8), np.float16), device)})
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_dlpack_of_a_gpu(versioned):
+    array = np.zeros((3, 2, 4, 8), np.float16)
+    cache = kvxfer.Cache({"a": DlpackLike(array, (10, 1), versioned=versioned)})
+    assert cache.on_gpu
+    assert cache.layout.views == [(address(array), *array.strides)]
+
+
+def test_a_cache_lies_on_one_device():
+    array = np.zeros((3, 2, 4, 8), np.float16)
+    tensors = DlpackLike(array, (2, 0)), DlpackLike(array.copy(), (2, 1))
+    with pytest.raises(kvxfer.LayoutError, match="lie on cuda:0, cuda:1: .* on one device"):
+        kvxfer.Cache({"a": tensors})
+    with pytest.raises(kvxfer.LayoutError, match="lie on cuda:1, the CPU"):
+        kvxfer.Cache({"a": (tensors[1], array)})
 
 
 def test_dlpack_capsules_are_used_once_and_released():

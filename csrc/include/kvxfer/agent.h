@@ -69,6 +69,8 @@ struct AgentOptions {
   uint64_t peer_bytes = 64u << 20;
   bool digest = true;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
+  // Seconds that a GPU has for a chunk, and a stream to get to where an offer is ready.
+  double gpu_timeout = 60.0;
 };
 
 // The blocks of one request, pinned until released. Thread-safe. Outlives its agent harmlessly.
@@ -80,8 +82,10 @@ class Offer {
   const Generation& generation() const;
 
   // Says that a layer's KV is complete in the blocks. Throws Error(kInvalid) for an unknown layer.
-  void mark_ready(uint32_t layer);
-  void mark_all_ready();
+  // Of a cache on a GPU: that it will be, once `stream` (the runtime's handle; null: the default
+  // stream) has done what it was told until now. Nobody waits for that in here.
+  void mark_ready(uint32_t layer, void* stream = nullptr);
+  void mark_all_ready(void* stream = nullptr);
 
   // Ends the offer: fetches of it fail with kCancelled. The blocks are free once released() is
   // true, which is at once unless a pack is just reading them.
@@ -110,7 +114,8 @@ struct OfferSpec {
   double lease = 30.0;  // seconds without a word from a consumer
   // Fetches after which the offer has done its duty. One that knows of more says so (FetchPart).
   uint32_t consumers = 1;
-  bool ready = true;  // false: layers follow by mark_ready()
+  bool ready = true;       // false: layers follow by mark_ready()
+  void* stream = nullptr;  // with `ready`, of a cache on a GPU: as for mark_ready()
 };
 
 // Facts about a fetch, for people and metrics.
@@ -173,6 +178,9 @@ struct FetchSpec {
   double timeout = 30.0;  // seconds
   std::vector<FetchPart> parts;
   CodecSpec codec = {};
+  // Of a cache on a GPU: nothing is written into the blocks before this stream has done what it was
+  // told until now. Null: the default stream.
+  void* stream = nullptr;
 };
 
 // What a consumer does not fetch.
@@ -224,8 +232,10 @@ class Agent {
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  // The memory of a cache must stay valid until unregister_cache() has returned.
-  CacheId register_cache(const CacheLayout& layout);
+  // The memory of a cache must stay valid until unregister_cache() has returned. `on_gpu`: it is a
+  // GPU's, whose runtime is loaded. Throws Error(kInvalid) where it is not, or on several devices,
+  // Error(kNoResources) where no GPU can be used, or the build has no kernels for it.
+  CacheId register_cache(const CacheLayout& layout, bool on_gpu = false);
   // Throws Error(kInvalid) while offers or fetches use it.
   void unregister_cache(CacheId cache);
 

@@ -1,0 +1,134 @@
+#include "engine/gpu_device.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "engine/core.h"
+#include "kvxfer/status.h"
+
+namespace kvxfer {
+namespace {
+
+// The last byte that a view reaches.
+const std::byte* last_byte(const CacheLayout& layout, const PlaneView& view, uint32_t content) {
+  const auto far = [](uint32_t extent, int64_t stride) { return (int64_t{extent} - 1) * stride; };
+  return view.data + far(layout.num_blocks, view.block_stride) +
+         far(layout.num_heads, view.head_stride) + far(layout.block_size, view.token_stride) +
+         far(content, view.content_stride) + element_bytes(layout.element) - 1;
+}
+
+std::string device_name(const GpuRuntime& runtime, int device) {
+  return "device " + std::to_string(device) + " of " + runtime.name();
+}
+
+}  // namespace
+
+GpuPlace find_gpu(const CacheLayout& layout) {
+  GpuPlace place;
+  std::vector<std::shared_ptr<GpuRuntime>> runtimes;
+  std::string why_not;
+  for (const GpuVendor vendor : {GpuVendor::kNvidia, GpuVendor::kAmd}) {
+    GpuSearch search = gpu_runtime(vendor);
+    if (search.runtime) runtimes.push_back(std::move(search.runtime));
+    why_not += (why_not.empty() ? "" : "; ") + search.why_not;
+  }
+  if (runtimes.empty()) {
+    throw Error(StatusCode::kNoResources,
+                "the cache is on a GPU, whose runtime can't be used: " + why_not);
+  }
+  std::string first;
+  const auto look = [&](const std::byte* address, const std::string& where) {
+    for (const auto& runtime : runtimes) {
+      const auto memory = runtime->find_memory(address);
+      if (!memory || memory->kind == GpuMemory::Kind::kHost) continue;
+      if (!place.runtime) {
+        place.runtime = runtime;
+        place.device = memory->device;
+        first = where;
+      } else if (place.runtime != runtime || place.device != memory->device) {
+        throw Error(StatusCode::kInvalid,
+                    where + " is on " + device_name(*runtime, memory->device) + ", " + first +
+                        " on " + device_name(*place.runtime, place.device) +
+                        ": a cache lies on one device; make one for each, with the layers there");
+      }
+      const auto known =
+          std::find_if(place.allocations.begin(), place.allocations.end(),
+                       [&](const auto& allocation) { return allocation.second == memory->base; });
+      if (known == place.allocations.end()) place.allocations.emplace_back(address, memory->base);
+      return;
+    }
+    throw Error(StatusCode::kInvalid, where + " should be on a GPU, but " +
+                                          runtimes.front()->name() +
+                                          " knows no device memory there: was it freed?");
+  };
+  for (size_t layer = 0; layer < layout.layers.size(); ++layer) {
+    for (size_t plane = 0; plane < layout.planes.size(); ++plane) {
+      const std::string where =
+          "layer '" + layout.layers[layer] + "', plane '" + layout.planes[plane].name + "'";
+      const PlaneView& view = layout.view(layer, plane);
+      look(view.data, where);
+      look(last_byte(layout, view, layout.planes[plane].content), "the end of " + where);
+    }
+  }
+  return place;
+}
+
+void check_allocations(const GpuPlace& place) {
+  for (const auto& [address, base] : place.allocations) {
+    const auto memory = place.runtime->find_memory(address);
+    if (memory && memory->kind != GpuMemory::Kind::kHost && memory->device == place.device &&
+        memory->base == base) {
+      continue;
+    }
+    throw Error(StatusCode::kInvalid,
+                "memory of the cache on " + device_name(*place.runtime, place.device) +
+                    " was freed: it must stay until the cache is unregistered");
+  }
+}
+
+std::shared_ptr<GpuDevice> GpuDevices::get(const GpuPlace& place, const AgentOptions& options) {
+  const std::lock_guard lock(mutex_);
+  auto& known = devices_[{place.runtime->vendor(), place.device}];
+  if (!known) {
+    auto device = std::make_shared<GpuDevice>();
+    device->runtime = place.runtime;
+    const auto limit =
+        std::chrono::duration_cast<Duration>(std::chrono::duration<double>(options.gpu_timeout));
+    device->packer = std::make_unique<GpuPacker>(*place.runtime, place.device,
+                                                 code_objects(place.runtime->vendor()),
+                                                 options.slot_bytes, kGpuLanes, limit);
+    known = std::move(device);
+  }
+  return known;
+}
+
+void GpuDevices::hurry() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [key, device] : devices_) {
+    if (device) device->packer->hurry();
+  }
+}
+
+std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {
+  if (!cache.place) {
+    if (stream == nullptr) return nullptr;
+    throw Error(StatusCode::kInvalid,
+                "a stream was given, but the cache is in the host's memory: leave it out");
+  }
+  check_allocations(*cache.place);
+  auto event = std::make_shared<GpuEvent>(cache.place->runtime, cache.place->device, stream);
+  return event->happened() ? nullptr : event;
+}
+
+std::shared_ptr<GpuEvent> stream_event(AgentCore& core, CacheId cache, void* stream) {
+  std::shared_ptr<Cache> found;
+  {
+    const Guard guard(core);
+    const auto known = core.caches.find(cache);
+    if (known == core.caches.end()) return nullptr;  // which is said where it is used
+    found = known->second;
+  }
+  return stream_event(*found, stream);
+}
+
+}  // namespace kvxfer

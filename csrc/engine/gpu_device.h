@@ -1,0 +1,57 @@
+#ifndef KVXFER_ENGINE_GPU_DEVICE_H_
+#define KVXFER_ENGINE_GPU_DEVICE_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/gpu_event.h"
+#include "device/gpu_runtime.h"
+#include "kvxfer/agent.h"
+#include "pack/gpu_packer.h"
+
+namespace kvxfer {
+
+// A GPU that holds caches of an agent, and what packs and unpacks them.
+struct GpuDevice {
+  std::shared_ptr<GpuRuntime> runtime;
+  std::unique_ptr<GpuPacker> packer;
+};
+
+// Where a cache on a GPU lies.
+struct GpuPlace {
+  std::shared_ptr<GpuRuntime> runtime;
+  int device = 0;
+  // An address in each of its allocations, and where that begins.
+  std::vector<std::pair<const std::byte*, uint64_t>> allocations;
+};
+
+// Asks the runtimes. Throws Error(kInvalid) where the views are not all in the memory of one
+// device, Error(kNoResources) where there is no runtime.
+GpuPlace find_gpu(const CacheLayout& layout);
+
+// Throws Error(kInvalid) when memory of the cache was freed since.
+void check_allocations(const GpuPlace& place);
+
+// The devices of an agent. Thread-safe.
+class GpuDevices {
+ public:
+  // The device of a place, made ready at the first call. Throws Error(kNoResources).
+  std::shared_ptr<GpuDevice> get(const GpuPlace& place, const AgentOptions& options);
+  // What is under way ends within about a second.
+  void hurry();
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<GpuVendor, int>, std::shared_ptr<GpuDevice>> devices_;
+};
+
+// Chunks that are under way on one device at once: some are copied while others are packed.
+constexpr size_t kGpuLanes = 4;
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_ENGINE_GPU_DEVICE_H_

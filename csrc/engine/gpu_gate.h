@@ -1,0 +1,51 @@
+#ifndef KVXFER_ENGINE_GPU_GATE_H_
+#define KVXFER_ENGINE_GPU_GATE_H_
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/thread.h"
+#include "base/unique_fd.h"
+#include "device/gpu_event.h"
+
+namespace kvxfer {
+
+// Waits for events of GPUs on a thread of its own, which sleeps when there are none. Thread-safe.
+class GpuGate {
+ public:
+  // Gets "" once the event has happened, else why it is not waited for any more. Must not throw.
+  using Opened = std::function<void(const std::string& failure)>;
+
+  ~GpuGate() { stop(); }
+
+  // Calls `opened` later, on the gate's thread, by `deadline` at the latest. After stop(), never.
+  void wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened opened);
+  // Forgets what is waited for, and joins the thread. Idempotent. In a forked child it does
+  // nothing.
+  void stop();
+
+ private:
+  struct Waiting {
+    std::shared_ptr<GpuEvent> event;
+    TimePoint deadline;
+    Opened opened;
+  };
+
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Waiting> added_;
+  bool stopped_ = false;
+  const uint64_t generation_ = fork_generation();
+  std::unique_ptr<Thread> thread_;
+};
+
+}  // namespace kvxfer
+
+#endif  // KVXFER_ENGINE_GPU_GATE_H_

@@ -1,0 +1,345 @@
+"""Caches on GPUs, over a runtime of our own whose streams run late: no GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvtest import fake_gpu
+from kvtest.agents import LONG, consumer, pair, producer, registered, until
+from kvtest.caches import Geometry, Paged
+from kvtest.coded import Coding, deliver_coded, fill_like_a_model
+from kvtest.fake_gpu import DEVICES, GpuPaged, Gpus
+
+import kvxfer
+from kvxfer import Status, _core
+from kvxfer._streams import stream_handle
+
+SIDE = Geometry(layers=("layer.0", "layer.1"), num_blocks=12, content=64, heads=(0, 2))
+OTHER = dataclasses.replace(SIDE, axes="BNHC", block_size=8, num_blocks=24)
+BLOCKS, OTHER_BLOCKS = [7, 2, 9, 0, 5], [20, 3, 5, 17, 0, 9, 8, 1, 2]
+TOKENS = 69  # no multiple of a block
+HOST = -1
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpus]:
+    if _core.build_info()["sanitize"]:
+        pytest.skip("ASan does not follow fibers between libraries; the C++ tests of GPUs run")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fake_gpu.runtimes(tmp_path_factory.mktemp("gpu"), patch) as found,
+    ):
+        before = found.open_handles()
+        yield found
+        gc.collect()
+        assert found.open_handles() == before + found.given_up
+
+
+@pytest.fixture(scope="module", params=["loopback", "shm", "tcp"])
+def agents(request: pytest.FixtureRequest, gpus: Gpus) -> Iterator[tuple[kvxfer.Agent, ...]]:
+    with pair(request.param) as both:
+        yield both
+
+
+@contextlib.contextmanager
+def made(geometry: Geometry, device: int, seed: int | None = None) -> Iterator[Paged]:
+    if device == HOST:
+        yield Paged(geometry, seed)
+        return
+    paged = GpuPaged(geometry, device, seed)
+    try:
+        yield paged
+    finally:
+        paged.free()
+
+
+def look(paged: Paged) -> Paged:
+    if isinstance(paged, GpuPaged):
+        paged.download()
+    return paged
+
+
+def wipe(paged: Paged) -> None:
+    assert isinstance(paged, GpuPaged)
+    paged.poison()
+    with fake_gpu.gpus().stream(paged.device) as stream:
+        paged.upload(stream)
+        fake_gpu.gpus().wait(paged.device, stream)
+
+
+def expected(source: Paged, geometry: Geometry = OTHER) -> Paged:
+    want = Paged(geometry)
+    want.deliver([source], BLOCKS, OTHER_BLOCKS, (0, TOKENS))
+    return want
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 0), (0, 1), (1, HOST), (HOST, 1)])
+def test_raw_between_gpus_and_hosts(
+    agents: tuple[kvxfer.Agent, ...], here: int, there: int
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, here, seed=3) as source,
+        made(OTHER, there) as target,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        with prefill.offer(source.cache, BLOCKS, TOKENS) as offer:
+            fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            fetch.wait()
+            assert offer.wait(LONG) is Status.OK
+        assert look(target).same_as(expected(source))
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 1), (1, HOST), (HOST, 1)])
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "int8"])
+def test_codecs_between_gpus_and_hosts(
+    agents: tuple[kvxfer.Agent, ...], codec: str, here: int, there: int
+) -> None:
+    prefill, decode = agents
+    with made(SIDE, here) as source, made(OTHER, there) as target:
+        fill_like_a_model(source, 5)
+        if isinstance(source, GpuPaged):
+            with fake_gpu.gpus().stream(here) as stream:
+                source.upload(stream)
+                fake_gpu.gpus().wait(here, stream)
+        with (
+            registered(prefill, source.cache),
+            registered(decode, target.cache),
+            prefill.offer(source.cache, BLOCKS, TOKENS) as offer,
+        ):
+            fetch = decode.fetch(
+                offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG, codec=codec
+            )
+            fetch.wait()
+            report = fetch.report
+        want = Paged(OTHER)
+        done = deliver_coded(want, [source], BLOCKS, OTHER_BLOCKS, (0, TOKENS), Coding(codec))
+        assert look(target).same_as(want)
+        assert (report.codec, report.exceptions) == (codec, done.exceptions)
+
+
+def test_nothing_is_read_before_the_stream_has_written_it(
+    agents: tuple[kvxfer.Agent, ...], gpus: Gpus
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, 1, seed=1) as source,
+        made(OTHER, 0) as target,
+        gpus.stream(1) as stream,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        assert isinstance(source, GpuPaged)
+        with gpus.held(stream):
+            source.fill(2)
+            source.upload(stream)
+            offer = prefill.offer(source.cache, BLOCKS, TOKENS, stream=stream)
+            fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            until(lambda: prefill.stats.serving == 1)
+            with pytest.raises(TimeoutError):
+                fetch.wait(0.05)
+            assert fetch.report.bytes == 0
+        fetch.wait()
+        assert offer.wait(LONG) is Status.OK
+        assert look(target).same_as(expected(source))
+        # The control: an offer that is not told of the stream reads what was there before.
+        with gpus.held(stream), gpus.stream(1) as other:
+            was = expected(source)
+            wipe(target)
+            source.fill(4)
+            source.upload(stream)
+            offer = prefill.offer(source.cache, BLOCKS, TOKENS, stream=other)
+            decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            assert offer.wait(LONG) is Status.OK
+            assert look(target).same_as(was)
+        gpus.wait(1, stream)
+
+
+def test_layers_are_sent_as_their_streams_get_there(
+    agents: tuple[kvxfer.Agent, ...], gpus: Gpus
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, 0, seed=1) as source,
+        made(OTHER, 1) as target,
+        gpus.stream(0) as first,
+        gpus.stream(0) as second,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS, ready=False)
+        fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        until(lambda: prefill.stats.serving == 1)
+        with gpus.held(second):
+            assert isinstance(source, GpuPaged)
+            source.upload(second)  # or it would have nothing to do, and be there at once
+            offer.mark_ready("layer.1", stream=second)
+            offer.mark_ready("layer.0", stream=first)
+            until(lambda: fetch.report.bytes * 2 == TOKENS * target.cache.layout.token_bytes())
+            assert not fetch.done
+        fetch.wait()
+        assert offer.wait(LONG) is Status.OK
+        assert look(target).same_as(expected(source))
+
+
+def test_nothing_is_written_before_the_stream_has_let_go(
+    agents: tuple[kvxfer.Agent, ...], gpus: Gpus
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, HOST, seed=1) as source,
+        made(OTHER, 1) as target,
+        gpus.stream(1) as stream,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        assert isinstance(target, GpuPaged)
+
+        def start() -> kvxfer.Fetch:
+            return decode.fetch(
+                offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG, stream=stream
+            )
+
+        with prefill.offer(source.cache, BLOCKS, TOKENS) as offer:
+            with gpus.held(stream):
+                target.upload(stream)  # as the zeroing of blocks: what it finds it overwrites
+                fetch, cancelled = start(), start()
+                until(lambda: prefill.stats.serving == 2)
+                with pytest.raises(TimeoutError):
+                    fetch.wait(0.05)
+                cancelled.cancel()  # ends at once, and never writes
+                assert look(target).poisoned
+            fetch.wait()
+        assert look(target).same_as(expected(source))
+    until(lambda: decode.stats.free_slots == decode.stats.slots)
+
+
+def test_what_fails_on_a_gpu_is_named_and_costs_one_fetch(
+    agents: tuple[kvxfer.Agent, ...], gpus: Gpus
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, 0, seed=1) as source,
+        made(OTHER, 1) as target,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        with prefill.offer(source.cache, BLOCKS, TOKENS) as offer:
+            for call in ("cuLaunchKernel", "cuMemcpyAsync"):
+                gpus.fail(call)
+                fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+                with pytest.raises(kvxfer.TransferError, match=f"{call} failed: .*out of memory"):
+                    fetch.wait()
+                assert fetch.status is Status.NO_RESOURCES
+            decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+        assert look(target).same_as(expected(source))
+
+
+def test_a_lost_device_leaves_other_caches_alone(gpus: Gpus) -> None:
+    with (
+        pair("loopback") as (prefill, decode),
+        made(SIDE, 0, seed=1) as source,
+        made(OTHER, 1) as target,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        host, host_target = Paged(SIDE, seed=1), Paged(OTHER)
+        prefill.register(host.cache)
+        decode.register(host_target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS, lease=LONG, consumers=2)
+        decode.fetch(offer.ticket, host_target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+        with gpus.lost():
+            with pytest.raises(kvxfer.ResourceError, match="cuPointerGetAttributes failed"):
+                decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            with pytest.raises(kvxfer.TransferError, match="could not pack .*failed"):
+                decode.fetch(offer.ticket, host_target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            with prefill.offer(host.cache, BLOCKS, TOKENS) as other:
+                decode.fetch(other.ticket, host_target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            assert host_target.same_as(expected(host))
+        offer.release()
+
+
+def test_caches_that_cannot_be_registered(gpus: Gpus) -> None:
+    with pair("loopback") as (prefill, _):
+        one, other = GpuPaged(SIDE, 0), GpuPaged(SIDE, 1)
+        tensors = {"a": tuple(one.memory[0]), "b": tuple(other.memory[0])}
+        mixed = kvxfer.Cache(tensors, "BHNC", dtype="bfloat16")
+        with pytest.raises(
+            kvxfer.InvalidError, match="'b', plane 'k' is on device 1 .*on device 0"
+        ):
+            prefill.register(mixed)
+        prefill.register(other.cache)
+        other.free()
+        with pytest.raises(kvxfer.InvalidError, match="on device 1 .*was freed"):
+            prefill.offer(other.cache, BLOCKS, TOKENS)
+        prefill.unregister(other.cache)
+        with pytest.raises(kvxfer.InvalidError, match="knows no device memory there: was it freed"):
+            prefill.register(other.cache)
+        one.free()
+        host = Paged(SIDE)
+        prefill.register(host.cache)
+        with pytest.raises(kvxfer.InvalidError, match="not on a GPU: leave it out"):
+            prefill.offer(host.cache, BLOCKS, TOKENS, stream=7)
+
+
+def test_without_kernels_for_the_device(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tmp_path / "code"
+    foreign.write_bytes(b"for another device")
+    monkeypatch.setenv("KVXFER_GPU_CODE", str(foreign))
+    with pair("loopback") as (prefill, _), made(SIDE, 0) as source:
+        with pytest.raises(kvxfer.ResourceError, match="no kernels for device 0 of CUDA"):
+            prefill.register(source.cache)
+        monkeypatch.setenv("KVXFER_GPU_CODE", str(tmp_path / "none"))
+        with pytest.raises(kvxfer.InvalidError, match="KVXFER_GPU_CODE names .*none"):
+            prefill.register(source.cache)
+
+
+def test_streams_are_taken_from_what_libraries_pass_around(gpus: Gpus) -> None:
+    class Torch:
+        cuda_stream = 7
+
+    class CuPy:
+        ptr = 8
+
+    class Other:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 9
+
+    with made(SIDE, 0) as paged:
+        found = [stream_handle(s, paged.cache) for s in (None, 6, Torch(), CuPy(), Other())]
+        assert found == [0, 6, 7, 8, 9]
+        with pytest.raises(kvxfer.InvalidError, match="expected a stream of torch or CuPy"):
+            stream_handle("main", paged.cache)
+
+
+def test_a_gpu_that_never_answers_is_given_up(gpus: Gpus) -> None:
+    with (
+        producer("loopback", gpu_timeout=0.2) as prefill,
+        consumer("loopback") as decode,
+    ):
+        source, target = GpuPaged(SIDE, DEVICES - 1, seed=1), Paged(OTHER)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS)
+        gpus.wait(source.device, 0)
+        with gpus.held():
+            fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            with pytest.raises(kvxfer.TransferError, match="has not finished a chunk within 0.2"):
+                fetch.wait()
+            with pytest.raises(kvxfer.TransferError, match="was given up"):
+                decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            late = prefill.offer(source.cache, BLOCKS, TOKENS, id="late")
+            assert late.wait(LONG) is Status.NO_RESOURCES
+            assert "did not get there in time" in late.message
+            assert fetch.report.bytes == 0
+            prefill.close()
+    # Its lanes, with stream, event and four pieces of memory each, the module, and four tensors.
+    gpus.given_up += 4 * 6 + 1 + 4

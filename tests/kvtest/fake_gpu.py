@@ -1,0 +1,185 @@
+"""Caches on GPUs that are none: tests/gpu/fake_*.cc, where streams really run late."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvtest.agents import until
+from kvtest.caches import Geometry, Paged
+
+_WAVE = 64
+DEVICES = 2
+
+
+def _path() -> Path | None:
+    root = Path(__file__).resolve().parents[2]
+    name = f"libkvxfer_fake_gpu_{_WAVE}.so"
+    found = Path(os.environ.get("KVXFER_FAKE_GPU", root / "build" / "release" / name))
+    return found if found.exists() else None
+
+
+@contextlib.contextmanager
+def runtimes(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    """Let kvxfer find the fake GPUs; skip where they are not built. Nothing may be left on them."""
+    if _path() is None:
+        pytest.skip("libkvxfer_fake_gpu_64.so is not built (make build-tests): set KVXFER_FAKE_GPU")
+    code = folder / "code"
+    code.write_bytes(b"fake code\0")
+    patch.setenv("KVXFER_GPU_CODE", str(code))
+    for name in ("KVXFER_CUDA_LIBRARY", "KVXFER_HSA_LIBRARY"):
+        patch.setenv(name, str(_path()))
+    patch.setenv("KVXFER_HIP_LIBRARY", "libnone.so")
+    yield gpus()
+
+
+@functools.cache
+def gpus() -> Gpus:
+    return Gpus()
+
+
+class Gpus:
+    """The driver's calls that tests make, and what they have to make go wrong."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(_path()))
+        self._library.fake_gpu_open_handles.restype = ctypes.c_size_t
+        assert self._library.cuInit(0) == 0
+        self.given_up = 0  # handles that nothing frees any more
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(device + 1))
+        yield
+        self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401 - of ctypes
+        result = getattr(self._library, name)(*arguments)
+        assert result == 0, f"{name} says {result}"
+
+    def open_handles(self) -> int:
+        return int(self._library.fake_gpu_open_handles())
+
+    def fail(self, call: str, nth: int = 0) -> None:
+        """Let the nth call of that name from now on run out of memory."""
+        self._library.fake_gpu_fail(call.encode(), 4, nth)
+
+    @contextlib.contextmanager
+    def held(self, stream: int = 0) -> Iterator[None]:
+        """Let nothing happen on a stream, or on none at all."""
+        self._library.fake_gpu_hold(ctypes.c_void_p(stream), 1)
+        try:
+            yield
+        finally:
+            self._library.fake_gpu_hold(ctypes.c_void_p(stream), 0)
+
+    @contextlib.contextmanager
+    def lost(self) -> Iterator[None]:
+        self._library.fake_gpu_lose_devices(1)
+        try:
+            yield
+        finally:
+            self._library.fake_gpu_lose_devices(0)
+
+    @contextlib.contextmanager
+    def stream(self, device: int) -> Iterator[int]:
+        made = ctypes.c_void_p()
+        with self.on(device):
+            self.call("cuStreamCreate", ctypes.byref(made), 1)
+            yield made.value or 0
+            self.call("cuStreamDestroy_v2", made)
+
+    def copy(self, to: int, source: int, size: int, device: int, stream: int) -> None:
+        """Copy to or from a device, some time later."""
+        with self.on(device):
+            arguments = (ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size))
+            self.call("cuMemcpyAsync", *arguments, ctypes.c_void_p(stream))
+
+    def wait(self, device: int, stream: int) -> None:
+        with self.on(device):
+            event = ctypes.c_void_p()
+            self.call("cuEventCreate", ctypes.byref(event), 2)
+            self.call("cuEventRecord", event, ctypes.c_void_p(stream))
+            until(lambda: self._library.cuEventQuery(event) == 0)
+            self.call("cuEventDestroy_v2", event)
+
+
+class DeviceArray:
+    """Memory of a fake GPU, of the shape and type of an array."""
+
+    def __init__(self, like: np.ndarray, device: int) -> None:
+        self._like, self.device = like, device
+        address = ctypes.c_uint64()
+        with gpus().on(device):
+            gpus().call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(like.nbytes))
+        self.address = address.value
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": self._like.shape,
+            "typestr": self._like.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def free(self) -> None:
+        with gpus().on(self.device):
+            gpus().call("cuMemFree_v2", ctypes.c_uint64(self.address))
+
+
+class GpuPaged(Paged):
+    """A cache on a fake GPU: `arrays` is what the host knows of it."""
+
+    def __init__(self, geometry: Geometry, device: int = 0, seed: int | None = None) -> None:
+        super().__init__(geometry, seed)
+        self.device = device
+        self.memory = [[DeviceArray(array, device) for array in arrays] for arrays in self.arrays]
+        g = geometry
+        self.cache = kvxfer.Cache(
+            {
+                layer: made[0] if len(made) == 1 else tuple(made)
+                for layer, made in zip(g.layers, self.memory, strict=True)
+            },
+            axes=g.axes,
+            planes=g.planes,
+            packed=g.packed,
+            model=g.model,
+            first_head=g.heads[0],
+            dtype=g.dtype,
+            scales=g.scales,
+        )
+        with gpus().stream(device) as stream:
+            self.upload(stream)
+            gpus().wait(device, stream)
+
+    def upload(self, stream: int) -> None:
+        """Copy all to the device, some time later."""
+        self._move(stream, to_device=True)
+
+    def download(self) -> None:
+        with gpus().stream(self.device) as stream:
+            self._move(stream, to_device=False)
+            gpus().wait(self.device, stream)
+
+    def _move(self, stream: int, *, to_device: bool) -> None:
+        for memory, arrays in zip(self.memory, self.arrays, strict=True):
+            for made, array in zip(memory, arrays, strict=True):
+                places = (made.address, array.ctypes.data)
+                to, source = places if to_device else places[::-1]
+                gpus().copy(to, source, array.nbytes, self.device, stream)
+
+    def free(self) -> None:
+        for memory in self.memory:
+            for made in memory:
+                made.free()
