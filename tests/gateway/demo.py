@@ -26,6 +26,8 @@ from kvxfer.serving.prometheus import Samples, parse
 LONG, SHORT, TOKENS, STREAMS, EVERY = 4096, 48, 200, 4, 1.5
 BAR = 10.0
 ROOM = ("--max-model-len", "6144")
+DEEP = {"layers": 12, "heads": 2, "kv_heads": 2, "inner": 256}
+"""As deep as models are, so that a step of decoding takes long enough to be held up by a prompt."""
 ODD = 3
 """The first token of prompts by which engines are warmed: they share no prefix with the others."""
 
@@ -153,7 +155,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))  # engines end too
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
-        model = write_model(logs / "model", positions=8192)
+        model = write_model(logs / "model", positions=8192, **DEEP)
         print(f"{STREAMS} streams of {TOKENS} tokens, and {LONG} tokens of prompt every {EVERY} s")
         began = time.monotonic()
         print("two engines that each do everything, in turns")

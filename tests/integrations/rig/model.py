@@ -25,6 +25,10 @@ def write_model(
     dtype: str = "float32",
     window: int | None = None,
     positions: int = 4096,
+    layers: int = LAYERS,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    inner: int = INNER,
 ) -> Path:
     """Write config and weights; with `window`, as a Mistral whose layers all have that window."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,10 +37,10 @@ def write_model(
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
         "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_SIZE,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": positions,
@@ -67,19 +71,19 @@ def write_model(
         "model.norm.weight": ones(),
         "lm_head.weight": linear(VOCABULARY, HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         at = f"model.layers.{layer}"
         weights |= {
             f"{at}.input_layernorm.weight": ones(),
             f"{at}.post_attention_layernorm.weight": ones(),
             # Attention sharper than at random, so that single tokens far back matter.
-            f"{at}.self_attn.q_proj.weight": 3 * linear(HEADS * HEAD_SIZE, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": linear(KV_HEADS * HEAD_SIZE, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": linear(KV_HEADS * HEAD_SIZE, HIDDEN),
-            f"{at}.self_attn.o_proj.weight": 2 * linear(HIDDEN, HEADS * HEAD_SIZE),
-            f"{at}.mlp.gate_proj.weight": linear(INNER, HIDDEN),
-            f"{at}.mlp.up_proj.weight": linear(INNER, HIDDEN),
-            f"{at}.mlp.down_proj.weight": linear(HIDDEN, INNER),
+            f"{at}.self_attn.q_proj.weight": 3 * linear(heads * HEAD_SIZE, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": linear(kv_heads * HEAD_SIZE, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": linear(kv_heads * HEAD_SIZE, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": 2 * linear(HIDDEN, heads * HEAD_SIZE),
+            f"{at}.mlp.gate_proj.weight": linear(inner, HIDDEN),
+            f"{at}.mlp.up_proj.weight": linear(inner, HIDDEN),
+            f"{at}.mlp.down_proj.weight": linear(HIDDEN, inner),
         }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
