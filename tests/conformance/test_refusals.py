@@ -153,7 +153,9 @@ def test_a_ticket_for_another_generation_of_the_same_id(sides: Sides) -> None:
     agents = [sides.prefill.reference()]
     old = kvxfer.issue_ticket("request", agents, num_tokens=64, model="llama")
     offer = sides.offer(id="request")
-    sides.refused(old, sides.target(), Status.STALE, "'request'", "another generation", "new ticket")
+    sides.refused(
+        old, sides.target(), Status.STALE, "'request'", "another generation", "new ticket"
+    )
     offer.release()
 
 
