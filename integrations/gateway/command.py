@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvxfer._help import manual
 from kvxfer.errors import InvalidError
-from kvxfer.serving import Link, Slo
+from kvxfer.serving import Link
 from kvxfer.serving.setup_file import read_setup
 
 from .settings import Entry, Flow, Role, Settings
@@ -119,7 +119,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.setup is not None:
         setup = read_setup(options.setup)
         slo, policy, link = setup.slo, setup.policy, setup.link
-    slo = Slo(options.ttft or slo.ttft, options.tpot or slo.tpot)
+    given = {name: getattr(options, name) for name in ("ttft", "tpot")}
+    slo = dataclasses.replace(slo, **{name: n for name, n in given.items() if n is not None})
     if options.threshold is not None:
         policy = dataclasses.replace(policy, threshold=_threshold(options.threshold))
     if (options.link is None) != (options.kv_bytes is None):

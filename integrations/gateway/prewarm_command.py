@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def ask_gateway(url: str, prefixes: list[dict[str, Any]], keep: float, every: fl
             return json.load(answer)["prefixes"]
     except urllib.error.HTTPError as error:
         raise InvalidError(f"{url}: {error.code}: {error.read()[:500]!r}") from error
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, HTTPException, ValueError, LookupError) as error:
         raise InvalidError(f"{url}: {error}") from error
 
 

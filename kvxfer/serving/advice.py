@@ -61,7 +61,7 @@ class Load:
     """Of these prompts, what no prefix cache had."""
 
     requests: float
-    """Answers that decode engines completed."""
+    """Answers that decode engines completed, or began if those are more."""
 
     prompt_tokens: float
     """Of the requests that decode engines began with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 from collections.abc import Callable, Container, Sequence
 
@@ -21,14 +22,24 @@ _DECODE = (
     "vllm:generation_tokens_total",
     "vllm:request_success_total",
     "vllm:prompt_tokens_total",
+    "vllm:time_to_first_token_seconds_count",
 )
 _NAMES = {*_PREFILL, *_DECODE, "vllm:num_requests_waiting"}
 
 
 def fetch(url: str) -> str:
-    """Return the text at a URL."""
-    with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
-        text: bytes = answer.read()
+    """Return the text at a URL.
+
+    Raises
+    ------
+    OSError
+        There is no answer, or only a part of one: who sends it may be killed meanwhile.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+            text: bytes = answer.read()
+    except http.client.HTTPException as error:
+        raise OSError(f"{url}: {error!r}") from error
     return text.decode(errors="replace")
 
 
@@ -108,7 +119,8 @@ class Fleet:
             known &= grown is not None
             if grown is not None:
                 output += grown.get(_DECODE[0], 0.0)
-                requests += grown.get(_DECODE[1], 0.0)
+                # While long answers pile up, more have begun than have ended.
+                requests += max(grown.get(_DECODE[1], 0.0), grown.get(_DECODE[3], 0.0))
                 prompts += grown.get(_DECODE[2], 0.0)
                 waiting += samples.total("vllm:num_requests_waiting") or 0.0
         if seconds is None or seconds <= 0 or not known or not any(self.engines):

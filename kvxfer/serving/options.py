@@ -37,13 +37,13 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.trace is None:
         return generate(
             options.count,
-            options.rate or 1.0,
+            1.0 if options.rate is None else options.rate,
             length_of(options.prompt, "--prompt"),
             length_of(options.output, "--output"),
             options.seed,
         )
     workload = read_trace(options.trace, options.limit)
-    return workload.at_rate(options.rate) if options.rate else workload
+    return workload if options.rate is None else workload.at_rate(options.rate)
 
 
 def length_of(text: str, option: str) -> Length:

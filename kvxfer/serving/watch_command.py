@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvxfer.errors import InvalidError
 from kvxfer.serving.advice import Advice, Kinds, Limits, Memory, Why, advise
+from kvxfer.serving.checks import positive
 from kvxfer.serving.live import Fleet
 from kvxfer.serving.prometheus import CONTENT_TYPE, Registry
 from kvxfer.serving.setup_file import Setup, read_setup
@@ -142,8 +143,7 @@ def run(
     """Watch until it is interrupted, or for as many looks as asked."""
     if not options.prefill or not options.decode:
         raise InvalidError("give the engines to watch with --prefill URL and --decode URL")
-    if options.interval <= 0:
-        raise InvalidError(f"--interval is {options.interval:g}; it has to be greater than 0")
+    positive("--interval", options.interval)
     names = [field.name for field in dataclasses.fields(Limits)]
     limits = Limits(**{name: getattr(options, name) for name in names})
     watch = Watch(read_setup(options.setup), limits, Fleet(options.prefill, options.decode))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
+import threading
 import urllib.request
 
 import pytest
@@ -261,6 +263,37 @@ def test_the_load_is_what_counters_have_grown_by() -> None:
     del engines.said["p2"]
     assert fleet.look(50.0) is not None
     assert fleet.engines == (1, 1)
+
+
+def test_an_engine_that_dies_while_it_answers_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nvllm:a 1\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        fleet = Fleet([], [f"http://127.0.0.1:{server.getsockname()[1]}"])
+        assert fleet.look(0.0) is None
+        assert fleet.engines == (0, 0)
+        thread.join(10)
+
+
+def test_long_answers_that_have_just_begun_are_many() -> None:
+    """Nothing is complete yet: it is not one request with all these tokens."""
+    engines = Engines()
+    fleet = Fleet([], ["d"], engines)
+    counts = {"request_success_total": 0.0, "time_to_first_token_seconds_count": 0.0}
+    engines.said = {"d": {**counts, "prompt_tokens_total": 0, "generation_tokens_total": 0}}
+    assert fleet.look(0.0) is None
+    engines.said["d"] |= {"time_to_first_token_seconds_count": 50, "prompt_tokens_total": 50_000}
+    engines.said["d"]["generation_tokens_total"] = 20_000
+    found = fleet.look(10.0)
+    assert found is not None
+    assert (found.requests, found.prompt_tokens, found.output_tokens) == (50, 50_000, 20_000)
 
 
 SETUP = {

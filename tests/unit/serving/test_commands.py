@@ -140,6 +140,7 @@ def test_what_is_wrong_with_a_setup(content, message, tmp_path, capsys) -> None:
         (["--fleet", "1A", "--prompt", "long"], "--prompt is 'long'"),
         (["--fleet", "1A", "--trace", "/nowhere"], "can't read the trace"),
         (["--fleet", "1A", "--rate", "-1"], "rate is -1"),
+        (["--fleet", "1A", "--rate", "0"], "rate is 0"),
         (["--fleet", "1A", "--concurrency", "0"], "concurrency is 0"),
     ],
 )
