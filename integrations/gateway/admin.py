@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from kvxfer.errors import InvalidError
+from kvxfer.serving.checks import at_least, positive
 
 from .engines import Engine
 from .gateway import Gateway
@@ -53,6 +54,7 @@ class Admin:
         engine = self._gateway.pool.get(url)
         if engine is None:
             return error_response(404, f"there is no engine at {url!r}")
+        engine.dismissed = True
         task = self._gateway.pool.drain(engine)
         try:
             wait = float(request.query.get("wait", 0))
@@ -72,8 +74,10 @@ class Admin:
         if not isinstance(body, dict) or not isinstance(body.get("prefixes"), list):
             raise BadRequestError('write {"prefixes": [{"prompt": ...} or {"messages": ...}]}')
         keep, every = body.get("keep_seconds", 0), body.get("every_seconds", KEEP_EVERY)
-        if not isinstance(keep, (int, float)) or not isinstance(every, (int, float)) or every <= 0:
+        if not isinstance(keep, (int, float)) or not isinstance(every, (int, float)):
             raise BadRequestError("keep_seconds and every_seconds are numbers of seconds")
+        at_least("keep_seconds", keep)
+        positive("every_seconds", every)
         prewarmer = self._gateway.prewarmer
         report = await prewarmer.warm([read_prefix(one) for one in body["prefixes"]])
         if keep > 0:
@@ -89,8 +93,7 @@ class Admin:
             key = self._gateway.settings.admin_key
             if key is None:
                 return error_response(403, "/admin is closed: the gateway has no admin key")
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
+            if not is_key(request, key):
                 return error_response(401, "/admin needs the admin key")
             try:
                 response: web.StreamResponse = await handler(request)
@@ -99,6 +102,12 @@ class Admin:
                 return error_response(400, str(error))
 
         return guarded
+
+
+def is_key(request: web.Request, key: str) -> bool:
+    """Whether a request has this key."""
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
 
 
 def described(engine: Engine) -> dict[str, Any]:

@@ -7,6 +7,10 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+LOOK_AGAIN = 0.25
+"""Seconds between two looks at the capacity while somebody waits: a breaker that may be tried
+again, or an engine that is taken back, wakes nobody."""
+
 
 class RefusedError(Exception):
     """A request is not let in; come back after some seconds."""
@@ -22,6 +26,7 @@ class Admission:
     def __init__(self, capacity: Callable[[], int], most_waiting: int, timeout: float) -> None:
         self._capacity, self._most, self._timeout = capacity, most_waiting, timeout
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self.inside = 0
 
     @property
@@ -68,6 +73,8 @@ class Admission:
             )
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
+        if self._timer is None:
+            self._look_again()
         try:
             await asyncio.wait_for(asyncio.shield(place), self._timeout)
         except BaseException as error:
@@ -86,6 +93,12 @@ class Admission:
                     self._retry_after(),
                 ) from None
             raise
+
+    def _look_again(self) -> None:
+        self.wake()
+        self._timer = None
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look_again)
 
     def _retry_after(self) -> int:
         """Return seconds: the longer the queue, the later."""

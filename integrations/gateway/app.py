@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ from aiohttp import web
 
 from kvxfer.serving.prometheus import CONTENT_TYPE
 
-from .admin import Admin
+from .admin import Admin, is_key
 from .admission import RefusedError
 from .gateway import Gateway
 from .legs import Kind, LegError
@@ -68,11 +67,17 @@ class Routes:
         arrived = time.monotonic()
         name = self._name(request)
         self._ids.add(name)
-        status = 499  # the client left
+        status = 500
         try:
             response = await self._complete(request, name, arrived)
             status = response.status
             return response
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = 499  # the client left
+            raise
         finally:
             self._ids.discard(name)
             self._gateway.metrics.requests.add(request.path, str(status))
@@ -122,10 +127,12 @@ class Routes:
         if call.model is not None and models and call.model not in models:
             known = ", ".join(sorted(models))
             return error_response(404, f"there is no model {call.model!r}; there are: {known}")
+        stage = "waiting"
         try:
             async with gateway.admission.slot():
                 gateway.metrics.queued.observe(value=time.monotonic() - arrived)
                 answer, route = await gateway.exchange.answer(call)
+                stage = "streaming"
                 return await gateway.relay.send(request, answer, route, arrived)
         except RefusedError as error:
             gateway.metrics.refused.add(error.reason)
@@ -133,7 +140,7 @@ class Routes:
         except LegError as error:
             return _failed(error)
         except asyncio.CancelledError:
-            gateway.metrics.left.add("waiting")
+            gateway.metrics.left.add(stage)
             raise
 
     async def _call(self, request: web.Request, name: str) -> Call:
@@ -176,8 +183,7 @@ class Routes:
         keys = self._gateway.settings.api_keys
         if not keys:
             return True
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        return any([hmac.compare_digest(given, key.encode()) for key in keys])
+        return any([is_key(request, key) for key in keys])
 
     def _headers(self, request: web.Request, name: str) -> dict[str, str]:
         """Return what engines are sent: nothing else that a client says reaches them."""
@@ -185,11 +191,13 @@ class Routes:
         settings = self._gateway.settings
         if settings.engine_key is not None:
             headers["Authorization"] = f"Bearer {settings.engine_key}"
-        elif not settings.api_keys and "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
-        for header in PASSED_ON:
-            if header in request.headers:
-                headers[header] = request.headers[header]
+        passed_on: tuple[str, ...] = PASSED_ON
+        if settings.engine_key is None and not settings.api_keys:
+            passed_on = ("Authorization", *PASSED_ON)
+        for header in passed_on:
+            value = request.headers.get(header, "")
+            if value and value.isprintable():  # what can't be sent on would look like a bad engine
+                headers[header] = value
         return headers
 
     def _name(self, request: web.Request) -> str:

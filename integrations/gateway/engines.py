@@ -29,6 +29,9 @@ class Engine:
         """When it is dropped unless a heartbeat comes; None for one that is not registered."""
 
         self.draining = False
+        self.dismissed = False
+        """Whether somebody ordered the drain: a heartbeat does not take it back then."""
+
         self.healthy: bool | None = None
         """None until it was looked at."""
 

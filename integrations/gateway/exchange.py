@@ -127,7 +127,9 @@ class Exchange:
                 raise first
             logger.warning("decode: %s; now %s", first, other.name)
             self._metrics.retries.add(other.role.value, first.kind.value)
-            if grant is not None and first.kind is not Kind.UNREACHABLE:
+            if grant is not None and not (
+                first.kind is Kind.UNREACHABLE and self._routing.pairs(grant.prefill, other)
+            ):
                 # Whether it was fetched nobody knows; an offer is good for one fetch.
                 self._fell_back(call, f"decode_{first.kind.value}")
                 grant.release()

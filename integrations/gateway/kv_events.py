@@ -65,7 +65,12 @@ class Blocks:
 
     def _stored(self, fields: Mapping[str, Any]) -> None:
         size, ours = int(fields["block_size"]), self._engine.index_block
-        if size % ours or fields.get("lora_id") is not None or fields.get("lora_name"):
+        if (
+            size < ours
+            or size % ours
+            or fields.get("lora_id") is not None
+            or fields.get("lora_name")
+        ):
             return
         if any(fields.get("extra_keys") or ()):
             return  # salted, or with images: not the tokens alone decide

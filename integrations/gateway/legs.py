@@ -167,11 +167,11 @@ class Legs:
             )
             grant = Grant(engine, self._params(engine, answer))
             done = uncached
-        except asyncio.CancelledError:
-            engine.breaker.abandoned()
-            raise
         except (LegError, aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise self._failed(engine, error) from error
+        except BaseException:
+            engine.breaker.abandoned()
+            raise
         finally:
             now = self._now()
             engine.rate.end(now, done)
@@ -211,11 +211,11 @@ class Legs:
                 self._settings.first_byte_timeout,
             )
             done = local if answer.response.status == 200 else 0
-        except asyncio.CancelledError:
-            engine.breaker.abandoned()
-            raise
         except (LegError, aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise self._failed(engine, error) from error
+        except BaseException:
+            engine.breaker.abandoned()
+            raise
         finally:
             engine.inflight_tokens -= local
             if local:

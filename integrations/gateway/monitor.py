@@ -63,8 +63,17 @@ class Reprefills:
         """Note a request whose KV was to be fetched, and whose answer has begun."""
         self._sent += 1
 
-    def look(self, samples: Samples) -> int:
-        """Return how many more are missing than at the last look."""
+    @property
+    def counts(self) -> bool:
+        """Whether the engine says what it loads."""
+        return self._base is not None
+
+    def look(self, samples: Samples, inflight: int) -> int:
+        """Return how many more are missing than at the last look.
+
+        `inflight` requests are with the engine, which may have loaded KV for them already. What it
+        has loaded beyond was for clients that left, and must not make up for what is missing.
+        """
         loads = [samples.total(name) for name in LOADS]
         if all(count is None for count in loads):
             return 0  # another connector, or none so far
@@ -73,6 +82,8 @@ class Reprefills:
             self._base = loaded
             self._sent = self._sent_before = self.missing = 0
             return 0
+        surplus = int(loaded - self._base) + self.missing - self._sent - inflight
+        self._base += max(0, surplus)
         missing = self._sent_before - int(loaded - self._base)
         self._sent_before = self._sent
         news = max(0, missing - self.missing)
@@ -97,13 +108,13 @@ class Monitor:
 
     async def start(self) -> None:
         """Look at each engine once, then go on in the background."""
-        engines = list(self._pool)
-        looks = asyncio.gather(*(self.look(engine) for engine in engines), return_exceptions=True)
-        await looks
-        for engine in engines:
-            self._watch(engine)
-        self._pool.added.append(self._watch)
+        self._pool.added.append(self._watch)  # first: more may come during the looks
         self._pool.removed.append(self._unwatch)
+        looks = (self.look(engine) for engine in self._pool)
+        await asyncio.gather(*looks, return_exceptions=True)
+        for engine in self._pool:
+            if engine.url not in self._tasks:
+                self._watch(engine)
 
     async def stop(self) -> None:
         """Look no more."""
@@ -114,6 +125,11 @@ class Monitor:
     def remote(self, engine: Engine) -> None:
         """Note that an answer began whose KV was to be fetched."""
         self._reprefills.setdefault(engine.url, Reprefills()).sent()
+
+    def counts(self, engine: Engine) -> bool:
+        """Whether an engine says what it loads, so that what is missing is seen."""
+        watch = self._reprefills.get(engine.url)
+        return watch is not None and watch.counts
 
     async def look(self, engine: Engine) -> None:
         """Look at an engine once."""
@@ -128,6 +144,7 @@ class Monitor:
         news = engine.healthy is not True
         if engine.healthy is False:
             engine.restarted()  # or away for a while, which can't be told apart
+            self._counts.pop(engine.url, None)
         if news or count % MODELS_EVERY == 0:
             await self._read_models(engine)
         samples = await self.samples(engine)
@@ -191,7 +208,7 @@ class Monitor:
         if engine.role is Role.DECODE:
             self._link.read(engine.url, samples)
             watch = self._reprefills.setdefault(engine.url, Reprefills())
-            missing = watch.look(samples)
+            missing = watch.look(samples, engine.inflight)
             if missing:
                 self._metrics.reprefills.add(engine.name, by=missing)
                 logger.error(

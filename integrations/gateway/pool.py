@@ -61,7 +61,7 @@ class Pool:
                 raise InvalidError(f"{entry.url} is known already, from {engine.source}")
             if engine.draining:
                 logger.info("%s: taken back while it drained", engine.name)
-                engine.draining = False
+                engine.draining = engine.dismissed = False
                 drain = self._drains.pop(entry.url, None)
                 if drain is not None:
                     drain.cancel()
@@ -73,7 +73,10 @@ class Pool:
         return engine
 
     def register(self, entry: Entry) -> Engine:
-        """Add an engine that says so itself, or take its heartbeat."""
+        """Add an engine that says so itself, or take its heartbeat; not while it was dismissed."""
+        known = self._engines.get(entry.url)
+        if known is not None and known.dismissed:
+            return known  # it does not know yet; once it has gone, it may come anew
         engine = self.add(entry, "registration")
         engine.expires = self._now() + self._settings.register_ttl
         return engine

@@ -70,9 +70,6 @@ class Relay:
         complete = False
         try:
             complete = await self._stream(request, response, answer, place, arrived)
-        except asyncio.CancelledError:
-            metrics.left.add("streaming")
-            raise
         except (ConnectionResetError, aiohttp.ClientConnectionResetError):
             metrics.left.add("streaming")
         finally:
@@ -90,21 +87,31 @@ class Relay:
         """Return whether all of it was passed on."""
         content, now = answer.response.content, self._now
         gaps = answer.engine.gaps.recent
-        watchdog = Watchdog(self._settings.idle_timeout, answer.response.close)
+        writing = True
+
+        def give_up() -> None:
+            if not writing:
+                answer.response.close()
+            elif request.transport is not None:  # the client has stopped to read
+                request.transport.abort()
+
+        watchdog = Watchdog(self._settings.idle_timeout, give_up)
         first = last = now()
         pieces, piece = 0, answer.first
         try:
             await response.prepare(request)
             while piece:
                 await response.write(piece)
+                writing, wrote = False, now()
                 pieces += piece.count(b"\n\n")
                 try:
                     piece = await content.readany()
                 except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                     self._cut(request, answer, error)
                     return False
-                at = now()
-                gaps.append(at - last)
+                at, writing = now(), True
+                if piece and wrote - last < at - wrote:  # else it was the client that was slow
+                    gaps.append(at - last)
                 watchdog.last = last = at
             await response.write_eof()
         finally:

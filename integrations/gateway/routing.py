@@ -123,6 +123,10 @@ class Routing:
 
         return min(engines, key=loaded)
 
+    def pairs(self, prefill: Engine, decode: Engine) -> bool:
+        """Whether KV moves between two engines, as far as it is known."""
+        return self._pool.pairs(prefill, decode)
+
     def pick_prefill(
         self, call: Call, decode: Engine, exclude: Collection[Engine] = ()
     ) -> Engine | None:

@@ -36,12 +36,13 @@ class Entry:
     """ZMQ address on which it publishes what its prefix cache holds."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80) > 0
+            usable = usable and self.url == f"{parts.scheme}://{parts.netloc}"
         except ValueError:
             usable = False
-        if not usable or parts.path or parts.query or parts.fragment or parts.username:
+        if not usable or "@" in self.url:
             raise InvalidError(f"{self.url!r} is no engine; write http://HOST:PORT")
         if self.kv_events is not None and not self.kv_events.startswith(("tcp://", "ipc://")):
             raise InvalidError(f"kv_events is {self.kv_events!r}; write tcp://HOST:PORT")
@@ -61,7 +62,7 @@ class Entry:
         if unknown:
             raise InvalidError(f"{', '.join(sorted(unknown))}: not known of an engine")
         url, role, events = value.get("url"), value.get("role"), value.get("kv_events")
-        if not isinstance(url, str) or role not in {one.value for one in Role}:
+        if not isinstance(url, str) or role not in [one.value for one in Role]:
             raise InvalidError(f"{value!r:.120}: url is text, role 'prefill' or 'decode'")
         if not isinstance(events, str | None):
             raise InvalidError(f"kv_events is {events!r:.80}; write tcp://HOST:PORT")

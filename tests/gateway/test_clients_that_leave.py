@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from gateway.rig import LONG, SHORT, in_loop, rig
@@ -43,6 +44,7 @@ async def test_while_an_answer_is_streamed() -> None:
         await it.until(lambda: it.decode[0].aborted)
         await it.settle()
         assert await it.counted("clients_left_total", stage="streaming") == 1
+        assert await it.counted("clients_left_total", stage="waiting") == 0
 
 
 @pytest.mark.parametrize("flow", Flow)
@@ -92,3 +94,21 @@ async def test_many_at_any_moment() -> None:
 
         await asyncio.gather(*(client(number) for number in range(60)))
         await it.settle()
+
+
+@in_loop
+async def test_one_who_reads_no_more() -> None:
+    """The place is free after the deadline, and the engine is not blamed."""
+    async with rig(idle_timeout=0.5, breaker_failures=1) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port, limit=1024)
+        body = json.dumps({"model": "m", "prompt": SHORT, "stream": True, "max_tokens": 400_000})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write((head + body).encode())
+        await it.until(lambda: it.gateway.admission.inside == 1)
+        await it.until(lambda: it.gateway.admission.inside == 0)
+        await it.until(lambda: it.decode[0].aborted)
+        await it.settle()
+        assert await it.counted("engine_failures_total") == 0
+        assert await it.counted("clients_left_total", stage="streaming") == 1
+        assert await it.ask([1, *SHORT]) == ("local", "short")
+        writer.close()

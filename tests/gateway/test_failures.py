@@ -129,6 +129,17 @@ async def test_kv_of_an_unreachable_decode_engine_goes_to_another() -> None:
 
 
 @in_loop
+async def test_kv_goes_to_no_engine_that_it_does_not_reach() -> None:
+    async with rig(decode=2, watch_interval=60) as it:
+        it.gateway.pool.set_pair(it.engine(it.prefill[0]), it.engine(it.decode[1]), False)
+        await it.decode[0].stop()
+        await it.ask(LONG)
+        assert len(it.prefill[0].bodies("prefill")) == 1
+        assert len(it.decode[1].bodies("fetch")) == 0
+        assert await it.counted("fallbacks_total", reason="decode_unreachable") == 1
+
+
+@in_loop
 async def test_a_load_that_fails_is_repeated_without_it() -> None:
     async with rig() as it:
         it.decode[0].faults.statuses = [500]
@@ -245,3 +256,19 @@ async def test_many_requests_while_engines_come_and_go() -> None:
         for prefill in it.prefill:
             prefill.held.clear()
         await it.settle()
+
+
+@in_loop
+async def test_what_nobody_expects_leaves_no_breaker_on_trial() -> None:
+    async with rig(breaker_failures=1) as it:
+        engine = it.engine(it.decode[0])
+        engine.breaker.failed(0.0)  # long ago, so one request may try
+        it.gateway.legs._first, kept = _unexpected, it.gateway.legs._first
+        assert (await it.post({"model": "m", "prompt": SHORT}))[0] == 500
+        it.gateway.legs._first = kept
+        assert await it.ask(SHORT) == ("local", "short")
+        assert await it.counted("requests_total", status="500") == 1
+
+
+async def _unexpected(*_: object) -> None:
+    raise RuntimeError("made up")

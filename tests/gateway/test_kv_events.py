@@ -101,6 +101,8 @@ def test_what_tokens_alone_do_not_name_is_left_out(engine, more) -> None:
         [1.0, [{"type": "Unheard of"}]],
         [1.0, [["BlockStored", 3, None, "text", "x", None, "GPU"]]],
         [1.0, [["BlockStored", [[]], None, [1] * 16, 16, None, "GPU"]]],
+        [1.0, [["BlockStored", [b"x"], None, [1] * 16, 0, None, "GPU"]]],
+        [1.0, [["BlockStored", [b"x"], None, [1] * 16, -16, None, "GPU"]]],
     ],
 )
 def test_odd_events_are_survived(engine, batch) -> None:

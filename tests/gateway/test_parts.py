@@ -233,9 +233,9 @@ def test_a_link_is_measured_from_what_the_connector_counts() -> None:
 def test_reprefills_are_those_that_never_show() -> None:
     watch = Reprefills()
 
-    def look(loads: int, declined: int = 0) -> int:
+    def look(loads: int, declined: int = 0, inflight: int = 0) -> int:
         text = f"vllm:kvxfer_loads_total {loads}\nvllm:kvxfer_declined_total {declined}\n"
-        return watch.look(parse(text))
+        return watch.look(parse(text), inflight)
 
     assert look(5) == 0  # what came before does not count
     watch.sent()
@@ -246,7 +246,15 @@ def test_reprefills_are_those_that_never_show() -> None:
     assert look(7) == 0
     assert look(8, 1) == 1
     assert look(8, 1) == 0  # and is counted once
-    assert watch.look(parse("other 1\n")) == 0
+    assert look(9, 3, inflight=3) == 0  # for those who still wait
+    for _ in range(3):
+        watch.sent()
+    assert look(9, 3) == 0
+    assert look(11, 3) == 0  # for clients that have left
+    watch.sent()
+    assert look(11, 3) == 0
+    assert look(11, 3) == 1
+    assert watch.look(parse("other 1\n"), 0) == 0
     assert look(0) == 0  # a new process
     watch.sent()
     assert look(0) == 0
@@ -312,6 +320,27 @@ async def test_admission_gives_up_in_time_and_takes_none_where_there_is_none() -
             async with admission.slot():
                 pass
         assert refused.value.reason == "no_engine"
+    assert admission.inside == admission.waiting == 0
+
+
+@in_loop
+async def test_admission_lets_in_who_waits_when_engines_recover() -> None:
+    """A breaker that may be tried again tells nobody, and those inside may all have left."""
+    limit = 1
+    admission = Admission(lambda: limit, 9, 30.0)
+
+    async def client() -> None:
+        async with admission.slot():
+            pass
+
+    async with admission.slot():
+        waiting = [asyncio.create_task(client()) for _ in range(3)]
+        await asyncio.sleep(0)
+        limit = 0
+    assert admission.inside == 0
+    assert admission.waiting == 3
+    limit = 1
+    await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert admission.inside == admission.waiting == 0
 
 

@@ -11,6 +11,7 @@ from gateway.rig import ADMIN, LONG, SHORT, in_loop, rig
 
 from kvxfer.errors import InvalidError
 from kvxfer.integrations.gateway.discovery import read_entries
+from kvxfer.integrations.gateway.monitor import Monitor
 from kvxfer.integrations.gateway.settings import Entry, Role, Settings
 
 
@@ -60,6 +61,9 @@ async def test_a_file_is_read_again(tmp_path) -> None:
         ('{"engines": [{"url": "http://a:1/x", "role": "decode"}]}', "HOST:PORT"),
         ('{"engines": [{"url": "ftp://a:1", "role": "decode"}]}', "HOST:PORT"),
         ('{"engines": [{"url": "http://u@a:1", "role": "decode"}]}', "HOST:PORT"),
+        ('{"engines": [{"url": "http://:key@a:1", "role": "decode"}]}', "HOST:PORT"),
+        ('{"engines": [{"url": "http://[a:1", "role": "decode"}]}', "HOST:PORT"),
+        ('{"engines": [{"url": "http://a:1", "role": ["decode"]}]}', "role 'prefill'"),
         ('{"engines": [{"url": "http://a:99999", "role": "decode"}]}', "HOST:PORT"),
         ('{"engines": [{"url": "http://a:1", "role": "decode", "x": 1}]}', "x: not known"),
         (
@@ -195,8 +199,8 @@ async def test_an_engine_that_registers_again_while_it_drains_is_taken_back() ->
         entry = Entry(engine.url, Role.DECODE)
         known = it.gateway.pool.register(entry)
         known.inflight += 1  # so that it can't leave at once
-        it.gateway.pool.drain(known)
-        assert known.draining
+        known.expires = 0.0
+        await it.until(lambda: known.draining)
         assert it.gateway.pool.register(entry) is known
         assert not known.draining
         await asyncio.sleep(0.2)
@@ -232,3 +236,40 @@ async def test_the_state_of_engines() -> None:
 def test_settings_that_make_no_sense(wrong) -> None:
     with pytest.raises(InvalidError, match=next(iter(wrong))):
         Settings(**wrong)
+
+
+@in_loop
+async def test_an_engine_that_comes_during_the_first_look_is_watched(monkeypatch) -> None:
+    late = await FakeEngine().start()
+    first = Monitor.look
+
+    async def look(self: Monitor, engine) -> None:
+        if len(list(self._pool)) == 1:
+            self._pool.add(Entry(late.url, Role.DECODE), "file")
+        await first(self, engine)
+
+    monkeypatch.setattr(Monitor, "look", look)
+    async with rig(prefill=0) as it:
+        await it.until(lambda: it.engine(late).healthy)
+        await it.settle()
+    await late.stop()
+
+
+@in_loop
+async def test_a_heartbeat_does_not_undo_what_was_ordered() -> None:
+    async with rig(prefill=0, decode=1) as it:
+        engine = await FakeEngine().start()
+        entry = {"url": engine.url, "role": "decode"}
+        await it.post(entry, "/admin/engines", headers=ADMIN)
+        known = it.engine(engine)
+        known.inflight += 1
+        async with it.client.delete(f"/admin/engines?url={engine.url}", headers=ADMIN) as answer:
+            assert answer.status == 202
+        status, answer, _ = await it.post(entry, "/admin/engines", headers=ADMIN)
+        assert (status, answer["state"]) == (200, "draining")
+        known.inflight -= 1
+        await it.until(lambda: it.engine(engine) is None)
+        # Whoever says so once it has gone is another, or the same started anew.
+        await it.post(entry, "/admin/engines", headers=ADMIN)
+        assert it.engine(engine) is not known
+        await engine.stop()

@@ -246,3 +246,43 @@ async def test_tokens_from_an_engine() -> None:
     async with rig(tokenize=False) as it:
         place, reason = await it.ask(text)
         assert reason != "long"
+
+
+async def raw(it, head: bytes, body: bytes = b'{"model": "m", "prompt": [1, 2, 3]}') -> bytes:
+    """Send what a client library would not, and return the first line of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+    lines = [b"Host: x", b"Content-Length: %d" % len(body), b"Connection: close"]
+    writer.write(b"\r\n".join([head, *lines, b"", body]))
+    answer = await reader.read()
+    writer.close()
+    return answer.split(b"\r\n", 1)[0]
+
+
+@pytest.mark.parametrize("name", [b"Authorization", b"traceparent"])
+@in_loop
+async def test_headers_that_are_no_text_speak_against_no_engine(name) -> None:
+    async with rig() as it:
+        head = b"POST /v1/completions HTTP/1.1\r\n" + name + b": Bearer \xff\xfe"
+        for _ in range(4):
+            assert b" 200 " in await raw(it, head)
+        assert await it.counted("engine_failures_total") == 0
+        assert name.decode() not in it.decode[0].requests[-1][1]
+        assert await it.ask(SHORT) == ("local", "short")
+
+
+@in_loop
+async def test_keys_that_are_no_text_are_wrong_keys() -> None:
+    async with rig(api_keys=frozenset({"k"})) as it:
+        key = b"\r\nAuthorization: Bearer \xff"
+        assert b" 401 " in await raw(it, b"POST /v1/completions HTTP/1.1" + key)
+        assert b" 401 " in await raw(it, b"POST /admin/engines HTTP/1.1" + key)
+
+
+@in_loop
+async def test_answers_are_counted_by_their_status() -> None:
+    async with rig(max_body=1000) as it:
+        answer = await it.client.post("/v1/completions", data=b"x" * 2000)
+        assert answer.status == 413
+        await it.ask(SHORT)
+        for status, count in (("413", 1), ("200", 1), ("499", 0)):
+            assert await it.counted("requests_total", status=status) == count
