@@ -83,7 +83,8 @@ class Canaries:
         outcome = await self._outcome(prefill, decode)
         self._metrics.canaries.add(outcome.value)
         if outcome is Outcome.NOT_MOVED:
-            self._metrics.reprefills.add(decode.name)
+            if not self._monitor.counts(decode):  # else it is counted there
+                self._metrics.reprefills.add(decode.name)
             logger.error(
                 "%s -> %s: the KV of a canary did not arrive, the decode engine prefilled it "
                 "again; this pair is not used. Check that both run the same connector and that the "

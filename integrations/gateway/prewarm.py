@@ -125,6 +125,7 @@ class Prewarmer:
     async def stop(self) -> None:
         """Keep nothing any longer."""
         if self._task is not None:
+            self._until = 0.0  # a cancellation that crosses with an answer is lost in Python 3.11
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -140,6 +141,8 @@ class Prewarmer:
 
     def keep(self, every: float, seconds: float) -> None:
         """Ask for the prefixes again every so many seconds, for so long."""
+        if self._task is not None:
+            self._task.cancel()  # two have asked at the same time
         self._until = self._now() + seconds
         self._task = asyncio.create_task(self._keep(every))
 
@@ -172,16 +175,14 @@ class Prewarmer:
         call = self._measure.call(prefix.path, dict(prefix.body), headers)
         prefix.tokens = call.tokens
         prefix.errors.pop(decode.name, None)
-        believed = decode.index.match(call.hashes)
         try:
             prefill = None
-            if believed < len(call.hashes):
+            if decode.index.match(call.hashes) < len(call.hashes):
                 prefill = self._routing.pick_prefill(call, decode)
             fate = await self._ask(prefix, call, decode, prefill)
             cached = prefix.cached.get(decode.name)
-            if prefill is None and believed and cached is not None and cached < call.tokens // 2:
-                # It was believed to be there and has been evicted: now it was computed.
-                logger.info("%s: a prefix had been evicted", decode.name)
+            if fate is not Fate.FAILED and cached is not None and cached < call.tokens // 2:
+                # It has been evicted, or the prefill engine failed.
                 fate = Fate.COMPUTED
             prefix.fates[decode.name] = fate
         except LegError as error:

@@ -41,6 +41,9 @@ class Faults:
     loads_fail: bool = False
     """A decode engine prefills again although KV was on offer."""
 
+    after_fetch: float = 0.0
+    """Seconds between KV that has arrived and the answer."""
+
     lease: float = 300.0
     """Seconds after which an offer that nobody has fetched or declined is gone."""
 
@@ -196,6 +199,7 @@ class FakeEngine:
         if params.get("do_remote_prefill"):
             cached = await self._fetch(params, tokens)
             state["params"] = None
+            await asyncio.sleep(faults.after_fetch)
         elif tuple(tokens) in self.cache:
             cached = len(tokens) - 1
         self.cache.add(tuple(tokens))

@@ -31,7 +31,7 @@ async def test_a_pair_that_moves_nothing_is_not_used(how, monkeypatch) -> None:
         it.gateway.canaries._up(it.engine(it.decode[0]))
         prefill, decode = it.engine(it.prefill[0]), it.engine(it.decode[0])
         await it.until(lambda: not it.gateway.pool.pairs(prefill, decode))
-        assert await it.counted("decode_reprefill_total", engine=decode.name) >= 1
+        await it.until(lambda: it.gateway.metrics.reprefills.get(decode.name) >= 1)
         assert await it.counted("canaries_total", outcome="not_moved") >= 1
         it.engine(it.decode[1]).draining = True
         assert await it.ask(LONG) == ("local", "no_prefill")
@@ -96,3 +96,37 @@ async def test_prompts_that_are_prefilled_again_are_counted() -> None:
 )
 def test_cached_tokens_as_an_engine_tells_them(body, cached) -> None:
     assert cached_tokens(body) == cached
+
+
+@in_loop
+async def test_a_canary_that_does_not_arrive_counts_once(monkeypatch) -> None:
+    monkeypatch.setattr("kvxfer.integrations.gateway.canary.PATIENCE", 0.3)
+    async with rig() as it:
+        prefill, decode = it.engine(it.prefill[0]), it.engine(it.decode[0])
+        watch = it.gateway.monitor._reprefills
+        await it.until(lambda: decode.url in watch)
+        assert await it.gateway.canaries.send(prefill, decode) is Outcome.MOVED
+        it.decode[0].faults.loads_fail = True
+        assert await it.gateway.canaries.send(prefill, decode) is Outcome.NOT_MOVED
+        await asyncio.sleep(0.3)  # some looks
+        assert await it.counted("decode_reprefill_total") == 1
+
+
+@in_loop
+async def test_clients_that_left_hide_no_reprefill() -> None:
+    """Their KV was loaded, although nobody heard of an answer."""
+    async with rig(abort_grace=0.0) as it:
+        watch = it.gateway.monitor._reprefills
+        await it.until(lambda: it.decode[0].url in watch)
+        it.decode[0].faults.after_fetch = 20.0
+        for number in range(3):
+            body = {"model": "m", "prompt": [number, *LONG]}
+            asked = asyncio.create_task(it.post(body))
+            await it.until(lambda wanted=number + 1: it.decode[0].counts["loads"] == wanted)
+            asked.cancel()
+        await it.settle()
+        it.decode[0].faults.after_fetch = 0.0
+        await asyncio.sleep(0.3)
+        it.decode[0].faults.loads_fail = True
+        await it.ask([9, *LONG])
+        await it.until(lambda: watch[it.decode[0].url].missing == 1)
