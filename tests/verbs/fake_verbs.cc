@@ -92,13 +92,15 @@ void revoke_remote_keys(const std::string& device) {
   }
 }
 
-void overrun_completion_queues(const std::string& device) {
+void overrun_completion_queues(const std::string& device, bool with_receives) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
   for (Cq* cq : all.cqs) {
     auto& context = static_cast<Context&>(*cq->context);
     if (context.facts->name != device) continue;
-    cq->queue.clear();
+    std::erase_if(cq->queue, [&](const Completion& completion) {
+      return with_receives || completion.wc.opcode != ibv::kWcReceive;
+    });
     cq->overrun = true;
     ibv::AsyncEvent event{};
     event.element.cq = cq;

@@ -63,9 +63,10 @@ void break_queue_pairs(const std::string& device, bool with_event);
 // Peers may write into nothing any more that is registered with the device: it was deregistered.
 void revoke_remote_keys(const std::string& device);
 
-// Every completion queue of the device overruns: what was in it is lost, nothing comes after it,
-// its queue pairs fail, and an event says so.
-void overrun_completion_queues(const std::string& device);
+// Every completion queue of the device overruns: nothing comes after it, its queue pairs fail, and
+// an event says so. What was in it is lost, but for receives that were through: their senders may
+// have been told. Those only `with_receives`.
+void overrun_completion_queues(const std::string& device, bool with_receives = false);
 
 // The device fails as a whole, with an event, and has no port that is active.
 void fail_device(const std::string& device);
