@@ -63,6 +63,17 @@ class Arena {
   std::byte* data_ = nullptr;
 };
 
+// False when `condition` has not come true within `time`, not counting that in which this process
+// stood still.
+inline bool wait_running(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                         std::chrono::seconds time, const std::function<bool()>& condition) {
+  constexpr std::chrono::milliseconds kTick(100);
+  for (auto left = time / kTick; left > 0; --left) {
+    if (changed.wait_for(lock, kTick, condition)) return true;
+  }
+  return false;
+}
+
 // Records what a link says. Behaviour is changed through the hooks, set before start().
 class Recorder : public LinkSink {
  public:
@@ -102,10 +113,10 @@ class Recorder : public LinkSink {
     update([&] { closed.push_back(reason); });
   }
 
-  // False when `condition` has not come true within ten seconds. It may read the vectors.
+  // False when `condition` has not come true within 30 seconds. It may read the vectors.
   bool wait(const std::function<bool()>& condition) {
     std::unique_lock lock(mutex);
-    return changed.wait_for(lock, std::chrono::seconds(10), condition);
+    return wait_running(changed, lock, std::chrono::seconds(30), condition);
   }
   bool wait_closed() {
     return wait([&] { return !closed.empty(); });

@@ -119,8 +119,10 @@ class Traffic {
       Notice notice{id, 0, static_cast<uint32_t>(size)};
       {
         std::unique_lock lock(mutex_);
-        if (!freed_.wait_for(lock, std::chrono::seconds(30), [&] { return !free_slots_.empty(); }))
+        if (!wait_running(freed_, lock, std::chrono::seconds(30),
+                          [&] { return !free_slots_.empty(); })) {
           return false;
+        }
         notice.slot = free_slots_.back();
         free_slots_.pop_back();
       }
@@ -133,7 +135,8 @@ class Traffic {
 
   bool wait() {
     std::unique_lock lock(mutex_);
-    return freed_.wait_for(lock, std::chrono::seconds(60), [&] { return right_ == writes_; }) &&
+    return wait_running(freed_, lock, std::chrono::seconds(60),
+                        [&] { return right_ == writes_; }) &&
            pair_.wait_written(writes_);
   }
 
