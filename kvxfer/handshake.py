@@ -134,7 +134,10 @@ def recv_frame(sock: socket.socket, deadline: Deadline, most: int = _MAX_FRAME) 
     if not isinstance(frame, dict):
         raise HandshakeError("not a kvxfer agent: its frame is not an object")
     if "error" in frame:
-        raise HandshakeError(printable(frame["error"]), Status(frame.get("status", "UNREACHABLE")))
+        status = Status(frame.get("status", "UNREACHABLE"))
+        if status is Status.OK:  # fetches would end with it, and pass for delivered
+            raise HandshakeError("not a kvxfer agent: its error has the status OK")
+        raise HandshakeError(printable(frame["error"]), status)
     return frame
 
 

@@ -240,6 +240,7 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
 void Agent::fail_peer(PeerId id, const Status& status) {
   AgentCore& core = *core_;
   core.check_fork();
+  if (status.ok()) throw Error(StatusCode::kInvalid, "a peer cannot fail with the status OK");
   Guard guard(core);
   const auto found = core.peers.find(id);
   if (found == core.peers.end()) return;

@@ -364,6 +364,14 @@ TEST_CASE("overload: a producer that does not use its slots leaves half of the a
   CHECK(granted(*slow) == kSlots);
 }
 
+TEST_CASE("overload: no peer fails with OK, for its fetches would pass for delivered") {
+  Host host;
+  host.connect(false);
+  const Fetch fetch = host.fetch(0);
+  CHECK_THROWS_AS(host.agent->fail_peer(host.peers[0], {}), Error);
+  CHECK_FALSE(fetch.done());
+}
+
 TEST_CASE("overload: a connection whose place was taken ends when nothing is fetched over it") {
   Host host(1u << 20, /*heartbeat=*/0.01);
   const auto first = host.connect(false), second = host.connect(false);

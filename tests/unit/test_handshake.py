@@ -277,10 +277,11 @@ def answer(frames: list[bytes | dict]) -> str:
         ([{"kvxfer": 2, "proof": "00"}], "does not know our shared secret"),
         ([{"error": "go away", "status": "NO_RESOURCES"}], "go away"),
         ([{"error": "go away", "status": "NO SUCH STATUS"}], "go away|malformed"),
+        ([{"error": "fine", "status": "OK"}], "its error has the status OK"),
         ([{"error": {"a": 1}, "status": None}], "a|malformed"),
         ([{"error": "\ud800", "status": "STALE"}], "not a kvxfer agent"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_a_producer_that_talks_nonsense(frames: list, words: str) -> None:
     with kvxfer.Agent("decode") as decode:
@@ -288,6 +289,19 @@ def test_a_producer_that_talks_nonsense(frames: list, words: str) -> None:
         for _ in range(2):
             with pytest.raises(kvxfer.HandshakeError, match=words):
                 decode.connect("prefill", address)
+
+
+def test_a_fetch_is_not_over_because_a_stranger_says_ok() -> None:
+    target = Paged(SIDE)
+    with kvxfer.Agent("decode") as decode:
+        decode.register(target.cache)
+        address = answer([{"error": "fine", "status": "OK"}])
+        agents = [kvxfer.AgentRef(name="prefill", address=address)]
+        ticket = kvxfer.issue_ticket("request", agents, num_tokens=64)
+        with pytest.raises(kvxfer.TransferError) as caught:
+            decode.fetch(ticket, target.cache, range(4)).wait(LONG)
+        assert caught.value.status is kvxfer.Status.UNREACHABLE
+        assert target.poisoned
 
 
 # A consumer that nobody should believe
@@ -304,8 +318,9 @@ def first_reply(address: str, frame: dict | bytes) -> dict | None:
     """Send one frame; return the answer, None when the connection is closed instead."""
     with wire.open_socket(address) as sock:
         if isinstance(frame, bytes):
-            sock.sendall(frame)
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # a reset, and ENOTCONN after one
+                sock.sendall(frame)
+                sock.shutdown(socket.SHUT_WR)
         else:
             send_frame(sock, frame, Deadline(LONG))
         try:

@@ -258,7 +258,7 @@ class Agent {
   // over it. `why` is for reports.
   void attach(PeerId peer, std::shared_ptr<Link> link, uint64_t incarnation, bool inbound,
               const std::string& why);
-  void fail_peer(PeerId peer, const Status& status);
+  void fail_peer(PeerId peer, const Status& status);  // not OK, or it throws Error(kInvalid)
   bool peer_alive(PeerId peer) const;
   // Another connection has taken its place: it ends as soon as nothing is fetched over it.
   void retire_peer(PeerId peer);
