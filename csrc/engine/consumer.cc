@@ -217,11 +217,13 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   const bool on_gpu = part->fetch->cache->gpu != nullptr;
   add_distinct(report.why, peer.why + (on_gpu ? "; GPU memory goes through the host's" : ""));
   // While there are plenty, slots go along with the question, which saves a round trip. They are
-  // not worth waiting for: the offer may not be there for a long time.
+  // not worth waiting for: the offer may not be there for a long time. So no more than half of what
+  // a peer may have where there are others: the rest is for offers of it that are there.
   const uint64_t chunks = (part->memory_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
   std::vector<uint32_t> slots;
   while (slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
-         core.arena->num_free() > std::max(1u, core.arena->num_slots() / 2)) {
+         core.arena->num_free() > std::max(1u, core.arena->num_slots() / 2) &&
+         peer.granted < core.arena->num_slots() / 4) {
     slots.push_back(grant_slot(core, *part));
   }
   send_fetch(core, *part, slots);

@@ -25,6 +25,7 @@ namespace {
 
 // A peer that is slow has at most half of the arena, unless there is no other.
 bool may_have_more(const AgentCore& core, const Peer& peer) {
+  if (peer.state != Peer::kReady) return true;  // it gets nothing: what it has queued is let go
   if (peer.granted < (core.arena->num_slots() + 1) / 2) return true;
   return std::none_of(core.peers.begin(), core.peers.end(), [&](const auto& entry) {
     const Peer& other = *entry.second;
@@ -91,6 +92,7 @@ void grant_slots(AgentCore& core) {
     const auto& part = *next;
     part->hungry = false;
     if (part->done || part->fetch->ending || part->wanted <= part->granted) continue;
+    if (part->peer->state != Peer::kReady) continue;
     const uint32_t slot = grant_slot(core, *part);
     const auto known =
         std::find_if(grants.begin(), grants.end(), [&](const auto& g) { return g.first == part; });

@@ -319,35 +319,39 @@ TEST_CASE("overload: a peer with many fetches does not hold up one with a single
   CHECK(eventually([&] { return commits(*many) == kFetches * kChunks; }));
 }
 
+// Slots that the agent has let the other side of a link use.
+size_t granted(FakeLink& link) {
+  size_t slots = 0;
+  for (const wire::Bytes& message : link.heard()) {
+    const auto body = std::span(message).subspan(1);
+    if (wire::type_of(message) == MessageType::kFetch)
+      slots += wire::Fetch::decode(body).slots.size();
+    if (wire::type_of(message) == MessageType::kCredit)
+      slots += wire::Credit::decode(body).slots.size();
+  }
+  return slots;
+}
+
+// What its producer says to Host::fetch().
+void accept(FakeLink& link, uint64_t id) {
+  wire::Accept accept;
+  accept.fetch_id = id;
+  accept.order = {0, 1, 2, 3, 4};
+  accept.wire_bytes = 256 * 8 * 128;
+  accept.num_chunks = 2;
+  accept.producer_block_size = 16;
+  accept.element = static_cast<uint8_t>(ElementType::kBFloat16);
+  for (const wire::Bytes& message : link.heard()) {
+    if (wire::type_of(message) != MessageType::kFetch) continue;
+    const auto chunk = wire::Fetch::decode(std::span(message).subspan(1)).chunk_bytes;
+    accept.num_chunks = static_cast<uint32_t>((accept.wire_bytes + chunk - 1) / chunk);
+  }
+  link.say(accept.encode());
+}
+
 TEST_CASE("overload: a producer that does not use its slots leaves half of the arena to others") {
   Host host;
   const auto slow = host.connect(false), other = host.connect(false);
-  const auto granted = [](FakeLink& link) {
-    size_t slots = 0;
-    for (const wire::Bytes& message : link.heard()) {
-      const auto body = std::span(message).subspan(1);
-      if (wire::type_of(message) == MessageType::kFetch)
-        slots += wire::Fetch::decode(body).slots.size();
-      if (wire::type_of(message) == MessageType::kCredit)
-        slots += wire::Credit::decode(body).slots.size();
-    }
-    return slots;
-  };
-  const auto accept = [](FakeLink& link, uint64_t id) {
-    wire::Accept accept;
-    accept.fetch_id = id;
-    accept.order = {0, 1, 2, 3, 4};
-    accept.wire_bytes = 256 * 8 * 128;
-    accept.num_chunks = 2;
-    accept.producer_block_size = 16;
-    accept.element = static_cast<uint8_t>(ElementType::kBFloat16);
-    for (const wire::Bytes& message : link.heard()) {
-      if (wire::type_of(message) != MessageType::kFetch) continue;
-      const auto chunk = wire::Fetch::decode(std::span(message).subspan(1)).chunk_bytes;
-      accept.num_chunks = static_cast<uint32_t>((accept.wire_bytes + chunk - 1) / chunk);
-    }
-    link.say(accept.encode());
-  };
   std::vector<Fetch> fetches;
   for (uint8_t id = 1; id <= 20; ++id) {
     fetches.push_back(host.fetch(0, id));
@@ -362,6 +366,32 @@ TEST_CASE("overload: a producer that does not use its slots leaves half of the a
   other->end();
   host.links.pop_back();
   CHECK(granted(*slow) == kSlots);
+}
+
+TEST_CASE("overload: fetches whose offers are not made leave slots to others from that producer") {
+  Host host;
+  const auto link = host.connect(false), other = host.connect(false);
+  std::vector<Fetch> early;
+  for (uint8_t id = 1; id <= 20; ++id) early.push_back(host.fetch(0, id));
+  CHECK(granted(*link) == kSlots / 4);  // the first went along
+  const Fetch late = host.fetch(0, 21);
+  accept(*link, 21);
+  CHECK(granted(*link) >= kSlots / 4 + 2);
+}
+
+TEST_CASE("overload: a producer that was cut off gets no more slots") {
+  Host host;
+  const auto link = host.connect(false), other = host.connect(false);
+  std::vector<Fetch> fetches;
+  for (uint8_t id = 1; id <= 20; ++id) {
+    fetches.push_back(host.fetch(0, id));
+    accept(*link, id);
+  }
+  link->say({});  // no message
+  REQUIRE(link->closed());
+  for (const Fetch& fetch : fetches) CHECK(fetch.done());
+  CHECK(host.agent->stats().quarantined_slots == kSlots / 2);
+  CHECK(host.agent->stats().free_slots == kSlots / 2);
 }
 
 TEST_CASE("overload: no peer fails with OK, for its fetches would pass for delivered") {
