@@ -55,6 +55,14 @@ uint64_t bytes_of(const CacheLayout& layout) {
 }  // namespace
 
 void hold(AgentCore& core, Serve& serve, uint64_t bytes) {
+  const uint64_t alone = serve.peer->layout_bytes + serve.held + bytes;
+  if (alone > core.options.peer_bytes) {  // later it would fit no better
+    throw Error(StatusCode::kNoResources,
+                "'" + core.options.name + "' has no room for it: alone, with the layouts of this " +
+                    "peer, it takes " + std::to_string(alone) + " bytes, more than " +
+                    limit(core.options.peer_bytes, "") +
+                    "; raise peer_bytes there, or fetch fewer tokens at once");
+  }
   if (const std::string why = over_budget(core, *serve.peer, bytes); !why.empty()) {
     char seconds[16];
     std::snprintf(seconds, sizeof(seconds), "%.2g s", retry_seconds(core));
@@ -90,9 +98,9 @@ void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout lay
     throw Error(StatusCode::kNoResources, "no room for the layout of its cache: all peers have " +
                                               limit((kPeersTogether + 1) * most, "9 times "));
   }
+  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes});  // may throw
   count(core, peer, bytes);
   peer.layout_bytes += bytes;
-  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes});
 }
 
 void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id) {

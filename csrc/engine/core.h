@@ -326,8 +326,9 @@ wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& 
                          const CacheLayout& theirs);
 
 // budget.cc
-void hold(AgentCore& core, Serve& serve, uint64_t bytes);  // throws Error(kBusy)
-void let_go(AgentCore& core, Serve& serve);                // it has ended
+// Throws Error(kBusy), or Error(kNoResources) for what would not fit alone.
+void hold(AgentCore& core, Serve& serve, uint64_t bytes);
+void let_go(AgentCore& core, Serve& serve);  // it has ended
 uint64_t bytes_of(const wire::Fetch& request);
 void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout);  // throws
 void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id);

@@ -402,6 +402,21 @@ TEST_CASE("overload: no peer fails with OK, for its fetches would pass for deliv
   CHECK_FALSE(fetch.done());
 }
 
+TEST_CASE("overload: a fetch that is too large alone is not told to try again") {
+  Host host(128u << 10);
+  const auto link = host.connect(true);
+  link->say(Host::layout_message().encode());
+  auto request = Host::fetch_message(1, 9);
+  request.slots.assign(wire::kMaxSlots, 0);
+  link->say(request.encode());
+  const auto refusal = refusal_of(link->heard().back());
+  CHECK(refusal.code == StatusCode::kNoResources);
+  CHECK(refusal.retry_ms == 0);
+  CHECK(refusal.reason.find("peer_bytes") != std::string::npos);
+  link->say(Host::fetch_message(2, 9).encode());  // a small one waits for its offer
+  CHECK(host.agent->stats().serving == 1);
+}
+
 TEST_CASE("overload: a connection whose place was taken ends when nothing is fetched over it") {
   Host host(1u << 20, /*heartbeat=*/0.01);
   const auto first = host.connect(false), second = host.connect(false);
