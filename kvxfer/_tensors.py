@@ -40,11 +40,6 @@ class _ArrayLike(Protocol):
 
 
 @runtime_checkable
-class _CudaArrayLike(Protocol):
-    __cuda_array_interface__: Mapping[str, Any]
-
-
-@runtime_checkable
 class _DlpackLike(Protocol):
     def __dlpack__(
         self, *, stream: int | None = ..., max_version: tuple[int, int] = ...
@@ -89,8 +84,10 @@ def describe(tensor: object, where: str) -> TensorView:
         return _from_torch(tensor, where)
     if isinstance(tensor, _ArrayLike):
         return _from_array_interface(tensor, tensor.__array_interface__, where)
-    if isinstance(tensor, _CudaArrayLike):
-        return _from_array_interface(tensor, tensor.__cuda_array_interface__, where, "cuda")
+    # Not by a protocol: arrays of jax on the CPU have this property too, and it raises there.
+    interface = getattr(tensor, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _from_array_interface(tensor, interface, where, "cuda")
     if isinstance(tensor, _DlpackLike):
         return _from_dlpack(tensor, where)
     raise LayoutError(

@@ -50,6 +50,10 @@ class DlpackLike:
         self.device = device
         self.versioned = versioned
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        raise AttributeError("not on a GPU of NVIDIA")
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
