@@ -78,7 +78,7 @@ def test_params_of_another_prompt(engine: Callable[..., Any], pair: Any, log: li
     ["kvxfer", "version", "tokens", "agents", "signature", "layers", "name", "seal", "digest"],
 )
 def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> None:
-    from kvxfer.ticket import AgentRef, issue_ticket
+    from kvxfer.ticket import AgentRef, _signature, issue_ticket
 
     p, d = engine("kv_producer", extra={"lease": 0.5}), engine("kv_consumer")
     tokens = pair.prompt(100)
@@ -93,9 +93,9 @@ def test_damaged_params(engine: Callable[..., Any], pair: Any, missing: str) -> 
     elif missing == "agents":
         ours["agents"] = 5
     elif missing == "layers":  # what anybody can sign where there is no secret
-        layers: Any = (["model.layers.0.attn"],)
-        forged = AgentRef(name="p", address="127.0.0.1:5", layers=layers)
-        ours["agents"] = {"g0": issue_ticket("g0", [forged], num_tokens=1)}
+        forged = issue_ticket("g0", [AgentRef(name="p", address="127.0.0.1:5")], num_tokens=1)
+        forged["agents"][0]["layers"] = [["model.layers.0.attn"]]
+        ours["agents"] = {"g0": {**forged, "signature": _signature(forged, None)}}
     elif missing == "name":
         ours["offer"]["name"] = "\ud800"
     elif missing == "seal":
