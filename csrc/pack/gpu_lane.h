@@ -147,6 +147,8 @@ class GpuLane {
     }
   }
   bool stuck() const { return stuck_; }
+  // As after a finish() that took too long: what was launched may run for ever.
+  void abandon() { stuck_ = true; }
 
  private:
   void make_tables(size_t bytes) {

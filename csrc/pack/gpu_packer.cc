@@ -64,7 +64,7 @@ class GpuPacker::Lease {
       try {
         lane_->finish();
       } catch (const Error&) {
-        // The device is gone, and what ran on it with it. Or it is stuck: see give_back().
+        lane_->abandon();  // nobody knows whether something still runs there: see give_back()
       }
     }
     give_back();
@@ -75,6 +75,7 @@ class GpuPacker::Lease {
   GpuLane* operator->() const { return lane_; }
   GpuLane& operator*() const { return *lane_; }
   void finish() {
+    finished_ = false;
     lane_->finish();
     finished_ = true;
   }
