@@ -35,7 +35,8 @@ dir=build/fuzz
 mkdir -p $dir/findings
 run_logged $dir/configure.log cmake -S . -B $dir -G Ninja "-DCMAKE_CXX_COMPILER=$cxx" \
   -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVXFER_SANITIZE=address,undefined \
-  -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link -DKVXFER_BUILD_MODULE=OFF -DKVXFER_BUILD_FUZZ=ON
+  -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link -DKVXFER_BUILD_MODULE=OFF -DKVXFER_BUILD_FUZZ=ON \
+  -DKVXFER_WITH_HIP=off -DKVXFER_WITH_CUDA=off
 say "building $dir"
 cmake --build $dir --parallel "$(jobs)" | tail -n 1
 
