@@ -102,8 +102,10 @@ class Deadline:
 
 def send_frame(sock: socket.socket, frame: Frame, deadline: Deadline) -> None:
     raw = json.dumps(frame).encode()
-    sock.settimeout(deadline.remaining())
-    sock.sendall(struct.pack("<I", len(raw)) + raw)
+    rest = memoryview(struct.pack("<I", len(raw)) + raw)
+    while rest:  # sendall() under TLS would have a new timeout for every record
+        sock.settimeout(deadline.remaining())
+        rest = rest[sock.send(rest) :]
 
 
 def _recv_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:

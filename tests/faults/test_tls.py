@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,58 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path) -> None:
         put("agent")
         with consumer("tcp", **certificate()) as decode:
             fetch_from(prefill, decode)
-        (tmp_path / "mine.key").unlink()  # then nobody new comes in, and nobody is let in without
-        assert refusal(prefill, **certificate(), secret="s")
+
+
+def test_a_renewal_that_went_wrong_is_said_and_the_old_files_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(kind: str, name: str = "agent") -> None:
+        (tmp_path / f"mine.{kind}").write_bytes((FILES / f"{name}.{kind}").read_bytes())
+
+    put("pem")
+    put("key")
+    files = {"tls_cert": str(tmp_path / "mine.pem"), "tls_key": str(tmp_path / "mine.key")}
+    with producer("tcp", **{**certificate(), **files}) as prefill:
+
+        def served() -> list[str]:
+            caplog.clear()
+            for number in range(2):
+                with consumer("tcp", f"decode-{number}", **certificate()) as decode:
+                    fetch_from(prefill, decode)
+            return [record.getMessage() for record in caplog.records]
+
+        assert served() == []
+        put("pem", "stranger")  # whose key is another
+        (said,) = served()
+        assert re.search(r"tls_cert '.*mine.pem'.*cannot be used.*stay in use", said)
+        (tmp_path / "mine.key").unlink()
+        (said,) = served()
+        assert "No such file" in said
+        put("pem")
+        put("key")
+        assert served() == []
+        put("pem", "expired")  # a pair, and so it is used
+        put("key", "expired")
+        assert "expired" in refusal(prefill, **certificate())
+
+
+def test_a_frame_is_sent_within_the_deadline_of_all() -> None:
+    """By a peer that takes a little at a time, as TLS does record by record."""
+
+    class Slow:
+        def settimeout(self, seconds: float) -> None:
+            assert seconds > 0
+
+        def send(self, data: memoryview) -> int:
+            time.sleep(0.01)
+            return min(len(data), 10)
+
+        def sendall(self, data: bytes) -> None:
+            while data:
+                data = data[self.send(memoryview(data)) :]
+
+    with pytest.raises(TimeoutError):
+        send_frame(Slow(), {"endpoint": "x" * 2000}, Deadline(0.1))  # type: ignore[arg-type]
 
 
 def test_the_key_never_shows() -> None:
