@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="don't cut failing rounds down")
     parser.add_argument(
         "--sabotage",
-        choices=["wrong", "late", "leak"],
+        choices=["wrong", "late", "leak", "grow"],
         help="let the fleet do wrong, to see that it is noticed",
     )
     return parser.parse_args()

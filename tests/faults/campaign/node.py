@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from faults.campaign import clock, content, shortage
-from faults.campaign.checks import SLACK, Checks
+from faults.campaign.checks import MEMORY_NOISE, SLACK, Checks
 from faults.campaign.schedule import AgentPlan, OfferPlan
 from faults.campaign.state import Fetching, Offering, Place, State
 from kvtest.agents import listen_address
@@ -31,8 +31,8 @@ from kvxfer import _core
 class Node:
     """What the driver's commands do. `say` sends an event to it.
 
-    As `sabotage`, bytes of fetches are made "wrong", fetches are wanted earlier and thus "late", or
-    descriptors "leak".
+    As `sabotage`, bytes of fetches are made "wrong", fetches are wanted earlier and thus "late",
+    descriptors "leak", or memory is left to "grow".
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None], sabotage: str | None) -> None:
@@ -40,7 +40,7 @@ class Node:
         self._state = State(say, sabotage)
         self._state.clock.start()
         self._checks = Checks(self._state, self.shortage)
-        self._leaked: list[int] = []
+        self._leaked: list[object] = []
 
     # Life
 
@@ -187,6 +187,8 @@ class Node:
             raise
         if self._state.sabotage == "leak":
             self._leaked.append(os.open("/dev/null", os.O_RDONLY))
+        elif self._state.sabotage == "grow":
+            self._leaked.append(bytearray(b"x") * (2 * MEMORY_NOISE))
         wanted = timeout - (timeout + 2 * SLACK if self._state.sabotage == "late" else 0.0)
         deadline = self._state.clock.seconds + wanted
         self._state.fetches[id] = Fetching(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+from faults.campaign.checks import MEMORY_NOISE
 from faults.campaign.fleet import Fleet
 from faults.campaign.process import Process
 from faults.campaign.schedule import HEADS, OfferPlan
 
 PATIENCE = 30.0  # awake seconds of a node in which a fleet has to come to rest
-# Bytes that allocators, numpy and caches of the reference may keep; ASan keeps 256 MiB of what was
-# freed, and stacks of its own.
-MEMORY_NOISE = (256 if "KVXFER_EXPECT_SANITIZE" in os.environ else 12) << 20
 
 
 class Rest:
