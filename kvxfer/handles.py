@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import dataclasses
 import os
 import time
@@ -92,6 +91,8 @@ class _Handle(abc.ABC):
                 return False
 
     async def _wait_async(self) -> None:
+        import asyncio  # only where it is used: it takes its time to load
+
         loop = asyncio.get_running_loop()
         if self._ended:
             return
@@ -235,6 +236,8 @@ class Fetch(_Handle):
         return self._finish().__await__()
 
     async def _finish(self) -> None:
+        import asyncio
+
         try:
             await self._wait_async()
         except asyncio.CancelledError:
