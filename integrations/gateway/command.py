@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvxfer._help import manual
+from kvxfer._numbers import format_bytes, parse_bytes
 from kvxfer.errors import InvalidError
-from kvxfer.serving import Link
-from kvxfer.serving.setup_file import read_setup
 
 from .settings import Entry, Flow, Role, Settings
 
 KEYS = "KVXFER_GATEWAY_KEYS"
 ENGINE_KEY = "KVXFER_ENGINE_KEY"
 ADMIN_KEY = "KVXFER_ADMIN_KEY"
-_NUMBERS = (
+_NUMBERS: tuple[tuple[str, Callable[[str], float], str], ...] = (
     ("prefill_rate", float, "tokens/s of one prefill engine; learnt if not given"),
     ("decode_rate", float, "tokens/s that a decode engine prefills; learnt if not given"),
     ("chunk_tokens", int, "max_num_batched_tokens of the decode engines"),
     ("max_inflight", int, "requests at a time for each decode engine"),
     ("max_queue", int, "requests that may wait"),
     ("queue_timeout", float, "seconds that they may wait"),
-    ("max_body", int, "bytes of a request"),
+    ("max_body", parse_bytes, "of a request"),
     ("connect_timeout", float, "seconds"),
     ("prefill_timeout", float, "seconds for a prefill engine's answer"),
     ("first_byte_timeout", float, "seconds for a decode engine's first byte"),
@@ -90,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind, about in _NUMBERS:
         default = getattr(Settings(), name)
-        shown = "" if default is None else f"; default: {default:g}"
+        shown = "" if default is None else f"; default: {_shown(default, kind)}"
         parser.add_argument(
             "--" + name.replace("_", "-"), type=kind, default=default, help=about + shown
         )
@@ -117,6 +115,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
     slo, policy, link = settings.slo, settings.policy, settings.link
     if options.setup is not None:
+        from kvxfer.serving.setup_file import read_setup  # slow to load
+
         setup = read_setup(options.setup)
         slo, policy, link = setup.slo, setup.policy, setup.link
     given = {name: getattr(options, name) for name in ("ttft", "tpot")}
@@ -126,6 +126,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if (options.link is None) != (options.kv_bytes is None):
         raise InvalidError("--link and --kv-bytes say together what a transfer costs: give both")
     if options.link is not None:
+        from kvxfer.serving import Link
+
         link = Link(options.link, options.kv_bytes)
     if not settings.engines and settings.engines_file is None and settings.admin_key is None:
         raise InvalidError(
@@ -172,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.DEBUG if options.verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(message)s",
     )
+    import asyncio  # slow to load
+
     for noisy in ("asyncio", "aiohttp"):
         logging.getLogger(noisy).setLevel(logging.INFO)
     try:
@@ -189,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(settings: Settings, host: str, port: int) -> None:
+    import asyncio
+
     from .app import serve
 
     runner, bound = await serve(settings, host, port)
@@ -201,6 +207,12 @@ async def _run(settings: Settings, host: str, port: int) -> None:
         await ended.wait()
     finally:
         await runner.cleanup()
+
+
+def _shown(default: float, kind: Callable[[str], object]) -> str:
+    if kind is parse_bytes:
+        return format_bytes(default)
+    return f"{default:.9g}"
 
 
 def _threshold(text: str) -> int | Literal["auto"]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +71,10 @@ def read_prefixes(text: str, model: str | None) -> list[dict[str, Any]]:
 
 def ask_gateway(url: str, prefixes: list[dict[str, Any]], keep: float, every: float) -> Any:  # noqa: ANN401
     """Have a gateway place them; return its report."""
+    import urllib.error  # these take their time to load
+    import urllib.request
+    from http.client import HTTPException
+
     body = {"prefixes": prefixes, "keep_seconds": keep, "every_seconds": every}
     headers = {"Content-Type": "application/json"}
     if os.environ.get(ADMIN_KEY):
@@ -109,6 +109,8 @@ async def _directly(
     options: argparse.Namespace, prefixes: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Place them without a gateway, and keep them as long as asked."""
+    import asyncio
+
     from .gateway import Gateway
     from .prewarm import read_prefix
     from .settings import Flow, Role, Settings
@@ -166,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidError(f"can't read the prefixes {source}: {error}") from error
         prefixes = read_prefixes(text, options.model)
         if direct:
+            import asyncio
+
             report = asyncio.run(_directly(options, prefixes))
         else:
             report = ask_gateway(options.gateway, prefixes, options.keep, options.every)

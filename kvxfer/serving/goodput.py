@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.serving.checks import positive
 from kvxfer.serving.decide import Slo
+from kvxfer.serving.promise import Promise
 from kvxfer.serving.sim import Fleet, Result, Router, simulate
 from kvxfer.serving.workload import Workload
-
-
-class Promise(str, enum.Enum):
-    """What it means that a share of the requests met the SLO. Published figures use both."""
-
-    JOINT = "joint"
-    """So many requests met TTFT and TPOT, each both."""
-
-    SEPARATE = "separate"
-    """So many met TTFT, and so many, perhaps others, TPOT: two percentiles."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import TYPE_CHECKING
 
 from kvxfer.errors import InvalidError
-from kvxfer.serving.setup_file import Setup
-from kvxfer.serving.sim import Fleet, Role
-from kvxfer.serving.traces import read_trace
-from kvxfer.serving.workload import Length, Workload, fixed, generate, lognormal
+
+if TYPE_CHECKING:  # --help needs none of it
+    from kvxfer.serving.setup_file import Setup
+    from kvxfer.serving.sim import Fleet
+    from kvxfer.serving.workload import Length, Workload
 
 _FLEET = re.compile(r"(?:(\d+)P(\d+)D)?\+?(?:(\d+)A)?")
 STATUS = {0: "the answer was printed", 1: "the setup, the trace or a value is no good"}
@@ -34,6 +36,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """Return the requests that the options ask for."""
+    from kvxfer.serving.traces import read_trace
+    from kvxfer.serving.workload import generate
+
     if options.trace is None:
         return generate(
             options.count,
@@ -48,6 +53,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 def length_of(text: str, option: str) -> Length:
     """Return the lengths that MEAN or MEAN:SIGMA stands for."""
+    from kvxfer.serving.workload import fixed, lognormal
+
     mean, _, sigma = text.partition(":")
     try:
         if not sigma:
@@ -59,6 +66,8 @@ def length_of(text: str, option: str) -> Length:
 
 def fleet_of(text: str, setup: Setup) -> Fleet:
     """Return the fleet that 2P1D, 2P1D+1A or 4A stands for."""
+    from kvxfer.serving.sim import Fleet, Role
+
     match = _FLEET.fullmatch(text.upper())
     if not text or match is None:
         raise InvalidError(f"{text!r} is no fleet; write 2P1D, 2P1D+1A or 4A")

@@ -12,24 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvxfer._help import manual
 from kvxfer.errors import InvalidError
-from kvxfer.serving import watch_command
 from kvxfer.serving.checks import positive
-from kvxfer.serving.cost_model import Link
-from kvxfer.serving.fit import Costs, fit
-from kvxfer.serving.goodput import Promise
-from kvxfer.serving.live import Fetch, fetch
-from kvxfer.serving.metered import Meter, Metered, fit_metered
 from kvxfer.serving.options import STATUS, add_load_arguments, workload_of
-from kvxfer.serving.placement import judge
-from kvxfer.serving.planner import Plan, Question, plan, router_of, shifts
-from kvxfer.serving.report import candidate_row, curve_svg, plan_text
-from kvxfer.serving.setup_file import read_setup
-from kvxfer.serving.sim import Role, simulate
-from kvxfer.serving.traces import read_served
+from kvxfer.serving.promise import Promise
+
+if TYPE_CHECKING:  # --help needs none of it
+    from kvxfer.serving.cost_model import Link
+    from kvxfer.serving.fit import Costs
+    from kvxfer.serving.live import Fetch
+    from kvxfer.serving.metered import Metered
+    from kvxfer.serving.planner import Plan, Question
 
 _INFEASIBLE = {3: "no number of engines that there are meets the SLO"}
 _MANUALS: dict[str, Any] = {
@@ -94,6 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan and print the plan; return 0, or 3 when nothing will do."""
+    from kvxfer.serving.planner import Question, plan, shifts
+    from kvxfer.serving.report import candidate_row, plan_text
+    from kvxfer.serving.setup_file import read_setup
+
     setup = read_setup(options.setup)
     question = Question(
         workload_of(options),
@@ -120,6 +120,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _placements(options: argparse.Namespace, question: Question) -> list[str]:
     """Return what each link would do to an average prompt."""
+    from kvxfer.serving.placement import judge
+    from kvxfer.serving.sim import Role
+
     prefill = next((spec for spec in question.engines if spec.role is Role.PREFILL), None)
     lines = []
     for text in options.placement:
@@ -136,6 +139,10 @@ def _placements(options: argparse.Namespace, question: Question) -> list[str]:
 
 
 def _plot(answer: Plan) -> str:
+    from kvxfer.serving.planner import router_of
+    from kvxfer.serving.report import curve_svg
+    from kvxfer.serving.sim import simulate
+
     question = answer.question
     curves = {}
     for candidate in answer.candidates:
@@ -178,9 +185,14 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 def run_fit(
     options: argparse.Namespace,
     sleep: Callable[[float], None] = time.sleep,
-    fetch: Fetch = fetch,
+    fetch: Fetch | None = None,
 ) -> int:
     """Fit and print costs as a setup has them; return the exit status."""
+    from kvxfer.serving import live
+    from kvxfer.serving.fit import fit
+    from kvxfer.serving.metered import Meter, fit_metered
+    from kvxfer.serving.traces import read_served
+
     if (options.log is None) == (not options.metrics):
         raise InvalidError("give either a log, or engines with --metrics")
     costs: Costs | Metered
@@ -188,7 +200,7 @@ def run_fit(
         costs = fit(read_served(options.log), options.batch_tokens, options.first, options.engines)
     else:
         positive("--interval", options.interval)
-        meters = [Meter(url, fetch) for url in options.metrics]
+        meters = [Meter(url, fetch or live.fetch) for url in options.metrics]
         looks = [meter.look() for meter in meters]
         for _ in range(options.count):
             sleep(options.interval)
@@ -209,11 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given[:1] in (["fit"], ["watch"]) else ""
     parser = manual(f"kvxfer plan {name}".strip(), **_MANUALS[name])
-    add, start = {
-        "": (add_arguments, run),
-        "fit": (add_fit_arguments, run_fit),
-        "watch": (watch_command.add_arguments, watch_command.run),
-    }[name]
+    add, start = add_arguments, run
+    if name == "fit":
+        add, start = add_fit_arguments, run_fit
+    elif name == "watch":
+        from kvxfer.serving import watch_command
+
+        add, start = watch_command.add_arguments, watch_command.run
     add(parser)
     options = parser.parse_args(given[1:] if name else given)
     try:

@@ -9,7 +9,8 @@ from kvxfer.errors import InvalidError
 from kvxfer.serving.checks import at_least
 from kvxfer.serving.cost_model import Link
 from kvxfer.serving.decide import Policy, Slo
-from kvxfer.serving.goodput import Goodput, Promise, Search
+from kvxfer.serving.goodput import Goodput, Search
+from kvxfer.serving.promise import Promise
 from kvxfer.serving.rate_matching import Bottleneck, Estimate, Lengths, estimate
 from kvxfer.serving.sim import Decided, EngineSpec, Fleet, Role, Router
 from kvxfer.serving.workload import Workload

@@ -6,20 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvxfer._help import manual
 from kvxfer.errors import InvalidError
 from kvxfer.serving.options import STATUS, add_load_arguments, fleet_of, workload_of
-from kvxfer.serving.report import simulated_row, table
-from kvxfer.serving.setup_file import Setup, read_setup
-from kvxfer.serving.sim import (
-    Decided,
-    Router,
-    always_local,
-    always_remote,
-    fixed_threshold,
-    simulate,
-)
+
+if TYPE_CHECKING:  # --help needs none of it
+    from kvxfer.serving.setup_file import Setup
+    from kvxfer.serving.sim import Router
 
 POLICIES = ("local", "remote", "threshold:2000", "decide")
 
@@ -38,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and print what came out; return the exit status."""
+    from kvxfer.serving.report import simulated_row, table
+    from kvxfer.serving.setup_file import read_setup
+    from kvxfer.serving.sim import simulate
+
     setup = read_setup(options.setup)
     fleet, workload = fleet_of(options.fleet, setup), workload_of(options)
     rows = []
@@ -50,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
 
 def router_of(name: str, setup: Setup) -> Router:
     """Return a new router for the policy of this name."""
+    from kvxfer.serving.sim import Decided, always_local, always_remote, fixed_threshold
+
     kind, _, tokens = name.partition(":")
     makers: dict[str, Callable[[], Router]] = {
         "local": lambda: always_local,

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvxfer.errors import InvalidError
 from kvxfer.serving.advice import Advice, Kinds, Limits, Memory, Why, advise
@@ -104,6 +103,8 @@ def listening(address: str | None, exposition: Exposition) -> Iterator[int | Non
     if address is None:
         yield None
         return
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # slow to load
+
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise InvalidError(f"--listen is {address!r}; write HOST:PORT")

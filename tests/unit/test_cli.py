@@ -27,7 +27,10 @@ def test_help_lists_every_command():
         assert command.summary in done.stdout
 
 
-HEAVY = {"numpy", "torch", "transformers", "matplotlib", "aiohttp", "kvxfer._core"}
+HEAVY = {
+    *("numpy", "torch", "transformers", "matplotlib", "aiohttp", "kvxfer._core"),
+    *("asyncio", "ssl", "http.client", "kvxfer.serving.sim", "kvxfer.agent"),
+}
 
 
 def test_help_imports_nothing_heavy():
@@ -59,6 +62,10 @@ def test_each_command_has_help_of_one_form(name):
     assert re.search(r"^  2    \S", status, re.MULTILINE)
     assert f"kvxfer {name}" in examples
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+def test_sizes_in_help_are_readable():
+    assert "of a request; default: 64 MiB" in " ".join(run("gateway", "--help").stdout.split())
 
 
 def test_version():

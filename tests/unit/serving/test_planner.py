@@ -10,9 +10,10 @@ import pytest
 from kvxfer.errors import InvalidError
 from kvxfer.serving import Link, Slo
 from kvxfer.serving.cost_model import DecodeCost, PrefillCost
-from kvxfer.serving.goodput import Promise, Search
+from kvxfer.serving.goodput import Search
 from kvxfer.serving.placement import judge
 from kvxfer.serving.planner import Question, fleets, plan, router_of, shifts
+from kvxfer.serving.promise import Promise
 from kvxfer.serving.rate_matching import Bottleneck, Lengths, closed_loop, decode_batch, estimate
 from kvxfer.serving.sim import EngineSpec, Fleet, Role, always_local, always_remote, simulate
 from kvxfer.serving.workload import Job, Workload, fixed, generate, lognormal
