@@ -51,9 +51,7 @@ _NEVER_OFFERED = Step(0.0, "fetch", {**_FETCH, "id": 9, "number": 1, "timeout": 
 def test_what_goes_wrong_is_noticed(sabotage: str | None) -> None:
     """The controls: a flipped bit, a handle that lasts too long, descriptors or memory kept."""
     if sabotage == "grow" and "KVXFER_EXPECT_SANITIZE" in os.environ:
-        pytest.skip(
-            "ASan's own memory is granted: each fetch would have to keep more"
-        )
+        pytest.skip("ASan's own memory is granted: each fetch would have to keep more")
     outcome = run(_simple("loopback", _NEVER_OFFERED), sabotage)
     found = {"grow": {"leak"}, None: set()}.get(sabotage, {sabotage})
     assert {finding.kind for finding in outcome.findings} == found
