@@ -24,7 +24,9 @@ from faults.campaign.schedule import (
     Step,
 )
 from faults.campaign.shrink import as_test, shrink
+from faults.campaign.table import BEGIN, END, insert, table
 from faults.campaign.watch import HANDSHAKE, KINDS
+from kvtest import fake_verbs
 from kvtest.agents import LONG, consumer, producer
 from kvtest.caches import Geometry, Paged
 
@@ -107,6 +109,21 @@ def test_a_partition() -> None:
     assert len(outcome.detection["partitioned"]) == 1
 
 
+@pytest.mark.timeout(300)
+def test_adapters_that_fail() -> None:
+    """All in one process, over adapters made up, under TLS."""
+    if (why := fake_verbs.missing()) is not None:
+        pytest.skip(why)
+    broken = {"how": "completion queues", "device": "fake0", "seconds": 0.1}
+    again = Step(0.3, "fetch", {**_FETCH, "id": 1})
+    schedule = _simple("verbs", Step(0.1, "adapters", broken), again)
+    outcome = run(dataclasses.replace(schedule, secret="s", tls=True))
+    assert outcome.findings == []
+    assert outcome.faults == {"adapters: completion queues": 1}
+    assert outcome.rounds_by_kind == {"over verbs": 1, "under TLS": 1, "with a secret": 1}
+    assert outcome.fetches["OK"] >= 1
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_schedule_comes_from_its_seed(transport: str) -> None:
     one, same, other = (draw_schedule(seed, transport, 100) for seed in (3, 3, 4))
@@ -142,3 +159,8 @@ def test_the_summary_counts() -> None:
     assert result["findings"]["wrong"] == 0
     assert result["seconds until noticed"] == {"killed": {"times": 4, "median": 0.2, "max": 0.3}}
     assert "so late" in show(result)
+    text = table({**result, "seconds": 3.0})
+    assert "| handles past their deadline | 2 |" in text
+    assert "| wrong bytes | 0 |" in text
+    assert "median 0.200 s, at most 0.300 s (4 fetches)" in text
+    assert insert(f"a\n{BEGIN}old\n{END}b\n", text) == f"a\n{BEGIN}{text}{END}b\n"

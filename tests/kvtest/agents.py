@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ from kvtest import fake_verbs
 TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs")
 # The fake adapters of verbs reach no other process.
 BETWEEN_PROCESSES = ("shm", "tcp", "tcp6", *(("verbs",) if fake_verbs.real_devices() else ()))
+
+_FILES = Path(__file__).parents[1] / "data" / "tls"
+CERTIFICATE = {
+    "tls_cert": str(_FILES / "agent.pem"),
+    "tls_key": str(_FILES / "agent.key"),
+    "tls_ca": str(_FILES / "ca.pem"),
+}
 
 # No test waits for one of these: they only bound how long a broken one takes.
 LONG = 60.0

@@ -79,6 +79,10 @@ def fail_device(device: str) -> None:
     library().fake_verbs_fail_device(device.encode())
 
 
+def lose_acknowledgements(device: str, lose: bool) -> None:
+    library().fake_verbs_lose_acknowledgements(device.encode(), lose)
+
+
 def hold_sends(hold: bool) -> None:
     library().fake_verbs_hold_sends(hold)
 
@@ -89,6 +93,11 @@ def fail_calls(function: str, error: int, skip: int = 0, times: int = 1) -> None
 
 def bytes_sent(device: str) -> int:
     return library().fake_verbs_bytes_sent(device.encode(), 1)
+
+
+def violations() -> int:
+    """Requests that a correct user never makes: keys, bounds, states."""
+    return library().fake_verbs_violations()
 
 
 def objects() -> int:
@@ -107,10 +116,10 @@ def remote_keys() -> set[int]:
 @contextmanager
 def no_faults_left() -> Iterator[None]:
     """Let what a block breaks be whole again behind it, and adapters have had nothing to refuse."""
-    before = library().fake_verbs_violations()
+    before = violations()
     try:
         yield
-        assert library().fake_verbs_violations() == before
+        assert violations() == before
     finally:
         library().fake_verbs_forget_faults()
         for device in DEVICES:

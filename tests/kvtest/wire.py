@@ -6,6 +6,7 @@ It follows docs/wire_protocol.md by itself, but for the handshake, whose functio
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import socket
 import struct
@@ -14,6 +15,7 @@ from typing import Any
 
 import kvxfer
 from kvtest.agents import LONG
+from kvxfer import tls
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -272,12 +274,19 @@ def consumer(
     secret: str | None = None,
     streams: int = 1,
     say_hello: bool = True,
+    transport: str = "tcp",
+    config: kvxfer.Config | None = None,
 ) -> FakePeer:
-    """Connect to an agent as a consumer would, over TCP."""
+    """Connect to an agent as a consumer would, over TCP or shm; `config` is for TLS."""
     identity = Identity(name, int.from_bytes(os.urandom(8), "little"))
-    control = open_socket(address)
     deadline = Deadline(LONG)
-    first = greeting(identity, streams=streams)
+
+    def dial() -> socket.socket:
+        sock = open_socket(address)
+        return tls.connect(sock, split_address(address)[0], config, deadline) if config else sock
+
+    control = dial()
+    first = greeting(identity, streams=streams, transports=[transport])
     send_frame(control, first, deadline)
     reply = recv_frame(control, deadline)
     transcript = Transcript(secret, first, reply)
@@ -285,20 +294,44 @@ def consumer(
     send_frame(control, {"proof": transcript.proof("consumer")}, deadline)
     chosen = recv_frame(control, deadline)
     data = []
-    for index in range(streams):
-        stream = open_socket(address)
+    if transport == "shm":
+        control.close()
+        control = _join_shm(chosen, transcript.session_key(), deadline)
+    for index in range(streams if transport == "tcp" else 0):
+        stream = dial()
         token = session_token(transcript.session_key(), f"data{index}")
         frame = {"kind": "data", "session": chosen["session"], "index": index, "token": token}
         send_frame(stream, frame, deadline)
         recv_frame(stream, deadline)
+        tls.leave(stream, deadline)
         stream.settimeout(LONG)
         data.append(stream)
+    if transport == "tcp":
+        tls.leave(control, deadline)
     control.settimeout(LONG)
     peer = FakePeer(identity, control, data)
     if say_hello:
         peer.say(hello(name, identity.incarnation))
         peer.hear_a(HELLO)
     return peer
+
+
+def _join_shm(chosen: dict[str, Any], key: bytes, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(LONG)
+    sock.connect("\0" + chosen["socket"])
+    size = 1 << 20
+    frame = {"kind": "shm", "session": chosen["session"], "token": session_token(key, "shm")}
+    send_frame(sock, {**frame, "arena_bytes": size}, deadline)
+    arena = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(arena, size)
+        fcntl.fcntl(arena, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        socket.send_fds(sock, [b"a"], [arena])
+    finally:
+        os.close(arena)
+    recv_frame(sock, deadline)
+    return sock
 
 
 class FakeProducer:

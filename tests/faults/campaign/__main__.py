@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,7 @@ from faults.campaign.outcome import Outcome
 from faults.campaign.report import show, summary
 from faults.campaign.schedule import TRANSPORTS, Schedule
 from faults.campaign.shrink import as_test, fails_like, shrink
+from kvtest import fake_verbs
 
 import kvxfer
 
@@ -65,6 +69,23 @@ def _round(schedule: Schedule, drawn: str, total: Outcome, arguments: argparse.N
         print(as_test(schedule, drawn, kept, outcome.findings), flush=True)
 
 
+def _command() -> str:
+    """Return what does the same again."""
+    words = ["python", "-m", "faults.campaign", *sys.argv[1:]]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(words)
+
+
+def _commit() -> str:
+    """Return the commit that this is the code of, with a "+" where it was changed since."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> int:
     arguments = _arguments()
     total = Outcome()
@@ -77,18 +98,25 @@ def main() -> int:
         if "namespaces" in transports and (why := network.missing()) is not None:
             print(f"no network namespaces here, so none of their rounds: {why}", flush=True)
             transports.remove("namespaces")
+        if "verbs" in transports and (why := fake_verbs.missing()) is not None:
+            print(f"no verbs here, so none of its rounds: {why}", flush=True)
+            transports.remove("verbs")
         for number in itertools.count():
             over = time.monotonic() - began > 60 * arguments.minutes
             if number >= arguments.rounds if arguments.rounds is not None else over:
                 break
             seed, transport = arguments.seed + number, transports[number % len(transports)]
-            calm = number % 10 == 9
+            calm = number % 11 == 10  # over each transport in its turn
             schedule = draw_schedule(seed, transport, arguments.steps, calm=calm)
             drawn = f"draw_schedule({seed}, {transport!r}, {arguments.steps}, calm={calm})"
             _round(schedule, drawn, total, arguments)
     result = summary(
         total,
         version=kvxfer.__version__,
+        commit=_commit(),
+        command=_command(),
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
         seed=arguments.seed,
         transports=",".join(transports),
         steps=arguments.steps,

@@ -14,6 +14,7 @@ from typing import Any
 from faults.campaign import content
 from faults.campaign.shortage import Shortage
 from faults.campaign.state import Fetching, Place, State
+from kvtest import fake_verbs
 
 import kvxfer
 
@@ -169,11 +170,21 @@ class Checks:
                 "busy": sum(name in _PASSING for name in names) + len(self._shortage),
                 "descriptors": len(os.listdir("/proc/self/fd")),
                 "threads": len(os.listdir("/proc/self/task")),
+                **_adapters(),
                 "memory": int(Path("/proc/self/statm").read_text().split()[1])
                 * os.sysconf("SC_PAGE_SIZE"),
                 "awake": state.clock.seconds,
             }
         )
+
+
+def _adapters() -> dict[str, int]:
+    """Return what RDMA adapters hold and were wrongly asked for, if they exist in this process."""
+    there = "KVXFER_VERBS_LIBRARY" in os.environ
+    return {
+        "objects of adapters": fake_verbs.objects() if there else 0,
+        "violations": fake_verbs.violations() if there else 0,
+    }
 
 
 def _held_by(place: Place) -> dict[str, Any]:

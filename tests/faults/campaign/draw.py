@@ -17,7 +17,9 @@ from faults.campaign.schedule import (
     Schedule,
     Step,
 )
+from faults.campaign.shortage import ADAPTER_FAULTS
 from faults.campaign.watch import HANDSHAKE, KINDS
+from kvtest import fake_verbs
 from kvtest.caches import Geometry
 
 
@@ -212,8 +214,8 @@ class _Drawing:
         producer = self.producer()
         args: dict[str, Any] = {"producer": producer}
         args["agent"] = draw.choice([producer, draw.choice(self.names("consumer"))])
-        # Shared memory has its own socket: only the handshake passes where strikes can see it.
-        args["at"] = draw.choice(HANDSHAKE if self.transport == "shm" else KINDS)
+        # Of shared memory only the handshake passes where strikes can see it.
+        args["at"] = draw.choice(KINDS if self.transport == "tcp" else HANDSHAKE)
         args["how"] = draw.choice(["kill", "kill", "stop"])
         args["seconds"] = draw.choice(
             [0.0, 0.1, 0.5] if args["how"] == "kill" else [0.05, 0.4, 1.6]
@@ -241,6 +243,13 @@ class _Drawing:
         args["seed"] = draw.randrange(1 << 30)
         args["direction"] = draw.choice(["up", "down"])
         return [("link", args)]
+
+    def adapters(self) -> list[tuple[str, dict[str, Any]]]:
+        draw = self.draw
+        args: dict[str, Any] = {"how": draw.choice(ADAPTER_FAULTS)}
+        args["device"] = draw.choice(fake_verbs.DEVICES)
+        args["seconds"] = draw.choice([0.1, 0.4, 1.5])
+        return [("adapters", args)]
 
     def cut(self) -> list[tuple[str, dict[str, Any]]]:
         draw = self.draw
@@ -291,6 +300,7 @@ _FAULTS = {
     "shm": {**_ON_PROCESSES, "flip": 1.5, "vanish": 0.5, "link": 0.5, "strike": 0.5},
     "tcp": {**_ON_PROCESSES, "flip": 0.7, "vanish": 0.5, "link": 4, "strike": 2},
     "namespaces": {**_ON_PROCESSES, "flip": 0.4, "cut": 3, "shape": 1.5},
+    "verbs": {"adapters": 3, "link": 1, "flip": 0.5, "limit": 0.3, "clock": 0.2},
 }
 
 
@@ -318,7 +328,10 @@ def draw_schedule(seed: int, transport: str, steps: int, *, calm: bool = False) 
     secret = "campaign" if draw.random() < 0.3 and transport != "loopback" else None
     if transport == "namespaces":
         secret = "campaign"  # without one nobody listens beyond loopback
-    return Schedule(seed, transport, agents, tuple(drawing.offers), tuple(taken), calm, secret)
+    # The tests' certificates are for this host.
+    tls = draw.random() < 0.3 and transport not in ("loopback", "namespaces")
+    offers = tuple(drawing.offers)
+    return Schedule(seed, transport, agents, offers, tuple(taken), calm, secret, tls)
 
 
 def _calm_steps(drawing: _Drawing) -> list[Step]:

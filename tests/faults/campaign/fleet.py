@@ -21,6 +21,7 @@ from faults.campaign.outcome import Finding, Outcome
 from faults.campaign.process import Process
 from faults.campaign.proxy import Proxy
 from faults.campaign.schedule import OfferPlan, Schedule
+from kvtest import fake_verbs
 from kvtest.caches import Geometry
 
 import kvxfer
@@ -53,7 +54,10 @@ class Fleet:
 
     def __init__(self, schedule: Schedule, sabotage: str | None = None) -> None:
         self.schedule, self.sabotage = schedule, sabotage
+        about = {"under TLS": schedule.tls, "with a secret": schedule.secret is not None}
+        about |= {"without faults": schedule.calm, f"over {schedule.transport}": True}
         self.outcome = Outcome(rounds=1)
+        self.outcome.rounds_by_kind.update(kind for kind, so in about.items() if so)
         self.plans = {agent.name: agent for agent in schedule.agents}
         self.processes: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
@@ -72,20 +76,27 @@ class Fleet:
         self._order = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="kvxfer-campaign-")
 
+    @property
+    def together(self) -> bool:
+        """Whether all agents are in one process, out of which their transport does not reach."""
+        transport = self.schedule.transport
+        fake = transport == "verbs" and fake_verbs.real_devices() is None
+        return fake or transport == "loopback"
+
     # Life
 
     def start(self) -> None:
         transport = self.schedule.transport
-        if transport == "loopback":
+        producers = [name for name, plan in self.plans.items() if plan.role != "consumer"]
+        if transport == "namespaces":
+            self.network = Network(producers)
+        elif transport != "loopback":
+            self.proxies = {name: Proxy() for name in producers}
+        if self.together:
             process = self._new_process(list(self.plans))
             for name in self.plans:
                 self.processes[name] = process
         else:
-            producers = [name for name, plan in self.plans.items() if plan.role != "consumer"]
-            if transport == "namespaces":
-                self.network = Network(producers)
-            else:
-                self.proxies = {name: Proxy() for name in producers}
             for name in self.plans:
                 self.processes[name] = self._new_process([name])
         for name in self.plans:
@@ -110,6 +121,7 @@ class Fleet:
         return {
             "transport": "tcp" if transport == "namespaces" else transport,
             "secret": self.schedule.secret,
+            "tls": self.schedule.tls,
             "traces": self._folder.name,
         }
 

@@ -12,6 +12,7 @@ import time
 from faults.campaign.fleet import Armed, Fleet
 from faults.campaign.watch import HANDSHAKE
 from kvtest import wire
+from kvtest.agents import CERTIFICATE
 
 import kvxfer
 
@@ -98,6 +99,16 @@ class Harm:
             self._faults["memory gone bad"] += 1
             self._fleet.processes[agent].send("flip", agent=agent, seconds=seconds)
 
+    def adapters(self, how: str, device: str, seconds: float) -> None:
+        """Let RDMA adapters fail, and mend all of them after a while."""
+        fleet = self._fleet
+        if not fleet.together or fleet.starting:
+            return
+        self._faults[f"adapters: {how}"] += 1
+        process = fleet.living()[0]
+        process.send("break_adapters", how=how, device=device)
+        fleet.after(seconds, lambda: process.send("mend_adapters"))
+
     # Links
 
     def loopback(self, consumer: str, producer: str, faults: dict[str, float]) -> None:
@@ -153,21 +164,25 @@ class Harm:
         owner = fleet.plan(number).owners[0]
         if not fleet.up(owner):
             return
-        self._faults["asked and vanished"] += times
-        address, ticket, secret = (
-            fleet.addresses[owner],
-            fleet.ticket(number),
-            fleet.schedule.secret,
-        )
+        address, ticket, schedule = fleet.addresses[owner], fleet.ticket(number), fleet.schedule
+        config = kvxfer.Config(**CERTIFICATE) if schedule.tls else None
 
         def work() -> None:
             draw = random.Random(number)
             for _ in range(times):
                 with (
                     contextlib.suppress(OSError, kvxfer.Error, AssertionError, struct.error),
-                    wire.consumer(address, "vanishing", secret=secret) as fake,
+                    wire.consumer(
+                        address,
+                        "vanishing",
+                        secret=schedule.secret,
+                        transport=schedule.transport,
+                        config=config,
+                    ) as fake,
                 ):
-                    if draw.random() < 0.8:
+                    asks = draw.random() < 0.8
+                    if asks:
                         fake.say(wire.layout(), wire.fetch(ticket, slots=(0, 1)))
+                    self._faults["asked and vanished" if asks else "connected and vanished"] += 1
 
         threading.Thread(target=work, daemon=True, name="campaign-vanish").start()

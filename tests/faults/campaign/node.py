@@ -21,7 +21,7 @@ from faults.campaign import clock, content, shortage
 from faults.campaign.checks import MEMORY_NOISE, SLACK, Checks
 from faults.campaign.schedule import AgentPlan, OfferPlan
 from faults.campaign.state import Fetching, Offering, Place, State
-from kvtest.agents import listen_address
+from kvtest.agents import CERTIFICATE, devices, listen_address, transport_name
 from kvtest.caches import Geometry, Paged
 
 import kvxfer
@@ -49,11 +49,14 @@ class Node:
         plan: AgentPlan,
         transport: str,
         secret: str | None,
+        tls: bool,
         address: str | None,
         traces: str,
     ) -> None:
+        transport_name(transport)
+        producing = plan.role != "consumer"
         listen = None
-        if plan.role != "consumer":
+        if producing:
             listen = address or listen_address(transport)
         agent = kvxfer.Agent(
             plan.name,
@@ -61,6 +64,8 @@ class Node:
             transport=transport,
             secret=secret,
             trace_dir=traces,
+            **devices(transport, producing=producing),
+            **(CERTIFICATE if tls else {}),
             **dict(plan.knobs),
         )
         old = self._state.places.get(plan.name)
@@ -277,6 +282,12 @@ class Node:
 
     def clock(self, by: float) -> None:
         clock.jump(by)
+
+    def break_adapters(self, how: str, device: str) -> None:
+        shortage.break_adapters(how, device)
+
+    def mend_adapters(self) -> None:
+        shortage.mend_adapters()
 
     def flip(self, agent: str, seconds: float) -> None:
         shortage.flip(self._state.places[agent].agent, seconds)

@@ -21,6 +21,9 @@ class Outcome:
     """What came of a round, or of several."""
 
     rounds: int = 0
+    rounds_by_kind: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     operations: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     fetches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -36,7 +39,7 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         self.rounds += other.rounds
         self.checks += other.checks
-        for name in ("operations", "faults", "fetches", "offers"):
+        for name in ("rounds_by_kind", "operations", "faults", "fetches", "offers"):
             getattr(self, name).update(getattr(other, name))
         for kind, times in other.detection.items():
             self.detection[kind] += times

@@ -14,6 +14,7 @@ from faults.campaign.watch import Watch
 
 from kvxfer.handshake import split_address
 
+DAMAGE = ("corrupt", "duplicate", "truncate")  # of what passes
 _PIECE = 16 << 10
 _TICK = 0.05  # seconds after which a thread looks whether its connection is still wanted
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -71,7 +72,7 @@ class Proxy:
         """Begin a fault in one direction: "up" is to the producer."""
         with self._lock:
             pairs = list(self._pairs)
-            if how in ("corrupt", "duplicate", "truncate"):
+            if how in DAMAGE:
                 self._damage.append((how, direction, random.Random(seed)))
         if how == "reset":
             for pair in pairs:

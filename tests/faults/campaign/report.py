@@ -18,6 +18,7 @@ def summary(outcome: Outcome, **about: Any) -> dict[str, Any]:
     return {
         **about,
         "rounds": outcome.rounds,
+        "rounds by kind": dict(sorted(outcome.rounds_by_kind.items())),
         "operations": sum(outcome.operations.values()),
         "operations by kind": dict(sorted(outcome.operations.items())),
         "faults": sum(outcome.faults.values()),

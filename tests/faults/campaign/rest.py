@@ -9,6 +9,7 @@ from typing import Any
 from faults.campaign.checks import MEMORY_NOISE
 from faults.campaign.fleet import Fleet
 from faults.campaign.process import Process
+from faults.campaign.proxy import DAMAGE
 from faults.campaign.schedule import HEADS, OfferPlan
 
 PATIENCE = 30.0  # awake seconds of a node in which a fleet has to come to rest
@@ -121,9 +122,13 @@ class Rest:
             if before is None:
                 process.baseline = now
                 continue
-            for what in ("descriptors", "threads"):
+            for what in ("descriptors", "threads", "objects of adapters"):
                 if now[what] > before[what]:
                     self._settle(process, what)
+            # A key may have been damaged on its way to who uses it.
+            damaged = any(fleet.outcome.faults[f"link: {how}"] for how in DAMAGE)
+            if now["violations"] > before["violations"] and not damaged:
+                fleet.find("error", f"{process.names} asked adapters for what they must refuse")
             grown = now["memory"] - before["memory"]
             fleet.outcome.grown = max(fleet.outcome.grown, grown)
             if grown > MEMORY_NOISE:

@@ -17,8 +17,9 @@ from kvtest.caches import Geometry
 LAYERS = ("a", "b", "c")
 HEADS = (0, 4)
 CONTENT = 16
-# "namespaces" is tcp between network namespaces, where those can be made.
-TRANSPORTS = ("loopback", "shm", "tcp", "namespaces")
+# "namespaces" is tcp between network namespaces, where those can be made; "verbs" takes adapters
+# that exist in one process only, unless KVXFER_TEST_VERBS names real ones.
+TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs")
 CODECS = ("raw", "raw", "raw", "int8", "fp8_e4m3", "fp8_e5m2", "auto")
 
 
@@ -64,6 +65,7 @@ class Schedule:
     steps: tuple[Step, ...]
     calm: bool = False  # nothing goes wrong, so every fetch must deliver
     secret: str | None = None
+    tls: bool = False
 
     def keep(self, steps: Sequence[int]) -> Schedule:
         """Return this schedule with some of its steps alone."""
@@ -99,6 +101,7 @@ class Schedule:
             tuple(Step(step["after"], step["kind"], step["args"]) for step in raw["steps"]),
             raw["calm"],
             raw["secret"],
+            raw.get("tls", False),
         )
 
 

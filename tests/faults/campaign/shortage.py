@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import random
@@ -12,7 +13,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtest import fake_verbs
+
 import kvxfer
+
+ADAPTER_FAULTS = (
+    "port",
+    "queue pairs",
+    "completion queues",
+    "adapter",
+    "held",
+    "unheard",
+    "no queue pairs",
+    "no registrations",
+    "no sends",
+)
+_CALLS = {"no queue pairs": "create_qp", "no registrations": "reg_mr", "no sends": "post_send"}
 
 
 class Shortage:
@@ -79,6 +95,32 @@ def _lower(limit: int, value: int) -> Callable[[], None]:
     before = resource.getrlimit(limit)
     resource.setrlimit(limit, (value, before[1]))
     return lambda: resource.setrlimit(limit, before)
+
+
+def break_adapters(how: str, device: str) -> None:
+    """Let adapters fail that exist in this process alone."""
+    if how in _CALLS:
+        fake_verbs.fail_calls(_CALLS[how], errno.ENOMEM, times=2)
+    elif how == "port":
+        fake_verbs.set_port(device, False)
+    elif how == "queue pairs":
+        fake_verbs.break_queue_pairs(device)
+    elif how == "completion queues":
+        fake_verbs.overrun_completion_queues(device)
+    elif how == "adapter":
+        fake_verbs.fail_device(device)
+    elif how == "held":
+        fake_verbs.hold_sends(True)
+    elif how == "unheard":
+        fake_verbs.lose_acknowledgements(device, True)
+    else:
+        raise ValueError(how)
+
+
+def mend_adapters() -> None:
+    fake_verbs.library().fake_verbs_forget_faults()
+    for device in fake_verbs.DEVICES:
+        fake_verbs.set_port(device, True)
 
 
 def flip(agent: kvxfer.Agent, seconds: float) -> None:
