@@ -26,6 +26,9 @@ constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
+constexpr int kRelaxedCapture = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+// Of the default stream, while a stream is captured that it would wait for.
+constexpr Result kCaptureImplicit = 906;
 
 struct Calls {
   Result (*init)(unsigned flags) = nullptr;
@@ -49,6 +52,8 @@ struct Calls {
   Result (*stream_create)(void** stream, unsigned flags) = nullptr;
   Result (*stream_destroy)(void* stream) = nullptr;
   Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
+  Result (*stream_is_capturing)(void* stream, int* status) = nullptr;
+  Result (*exchange_capture_mode)(int* mode) = nullptr;
   Result (*event_create)(void** event, unsigned flags) = nullptr;
   Result (*event_destroy)(void* event) = nullptr;
   Result (*event_record)(void* event, void* stream) = nullptr;
@@ -90,6 +95,8 @@ struct Calls {
     find(stream_create, "cuStreamCreate");
     find(stream_destroy, "cuStreamDestroy_v2");
     find(stream_wait, "cuStreamWaitEvent");
+    find(stream_is_capturing, "cuStreamIsCapturing");
+    find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     find(event_create, "cuEventCreate");
     find(event_destroy, "cuEventDestroy_v2");
     find(event_record, "cuEventRecord");
@@ -135,13 +142,18 @@ class CudaRuntime final : public GpuRuntime {
   }
 
   // The primary context is the one that torch and the CUDA runtime use; it is kept for good.
-  void* set_device(int device) override {
+  Before set_device(int device) override {
     check(calls_.push(context(device)), "cuCtxPushCurrent");
-    return nullptr;
+    int mode = kRelaxedCapture;
+    const Result result = calls_.exchange_capture_mode(&mode);
+    if (result != kSuccess) pop();
+    check(result, "cuThreadExchangeStreamCaptureMode");
+    return {nullptr, mode};
   }
-  void restore_device(void*) noexcept override {
-    Context popped = nullptr;
-    calls_.pop(&popped);
+  void restore_device(const Before& before) noexcept override {
+    int mode = before.capture_mode;
+    calls_.exchange_capture_mode(&mode);
+    pop();
   }
 
   std::optional<GpuMemory> find_memory(const void* pointer) override {
@@ -187,6 +199,13 @@ class CudaRuntime final : public GpuRuntime {
     return stream;
   }
   void destroy_stream(Stream stream) noexcept override { calls_.stream_destroy(stream); }
+  bool is_capturing(Stream stream) override {
+    int status = 0;
+    const Result result = calls_.stream_is_capturing(stream, &status);
+    if (result == kCaptureImplicit) return true;
+    check(result, "cuStreamIsCapturing");
+    return status != 0;
+  }
   Event create_event() override {
     Event event = nullptr;
     check(calls_.event_create(&event, kDisableTiming), "cuEventCreate");
@@ -272,6 +291,11 @@ class CudaRuntime final : public GpuRuntime {
     calls_.error_name(result, &name);
     calls_.error_string(result, &text);
     throw_gpu_error(call, result, name, text);
+  }
+
+  void pop() noexcept {
+    Context popped = nullptr;
+    calls_.pop(&popped);
   }
 
   Context context(int device) {

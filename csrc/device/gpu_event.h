@@ -14,10 +14,18 @@ namespace kvxfer {
 // All that a stream had been told when this was made. Thread-safe.
 class GpuEvent {
  public:
-  // `stream` is the device's, null for its default stream.
+  // `stream` is the device's, null for its default stream. Throws Error(kInvalid) for one that is
+  // being captured: what is recorded there happens in the graph alone, if at all.
   GpuEvent(std::shared_ptr<GpuRuntime> runtime, int device, GpuRuntime::Stream stream)
       : runtime_(std::move(runtime)), device_(device) {
     const CurrentDevice current(*runtime_, device_);
+    if (runtime_->is_capturing(stream)) {
+      throw Error(
+          StatusCode::kInvalid,
+          "what the stream is told is being captured into a graph, and not done now, so it "
+          "cannot be waited for: make offers and fetches, and mark layers as ready, outside "
+          "of the capture");
+    }
     event_ = runtime_->create_event();
     try {
       runtime_->record(event_, stream);

@@ -48,9 +48,16 @@ class GpuRuntime {
   // As in sysfs, "0000:3b:00.0", lower case.
   virtual std::string pci_address(int device) = 0;
 
-  // Makes a device current; returns what restore_device() takes.
-  virtual void* set_device(int device) = 0;
-  virtual void restore_device(void* before) noexcept = 0;
+  // What was set on a thread before.
+  struct Before {
+    void* device = nullptr;
+    int capture_mode = 0;
+  };
+  // Makes a device current on this thread, and lets the thread's calls leave alone what others, or
+  // itself on other streams, capture into graphs: else a question for an event, and memory that is
+  // allocated, would invalidate that.
+  virtual Before set_device(int device) = 0;
+  virtual void restore_device(const Before& before) noexcept = 0;
 
   // Nothing where the runtime does not know the address: memory of the host.
   virtual std::optional<GpuMemory> find_memory(const void* address) = 0;
@@ -69,6 +76,8 @@ class GpuRuntime {
   // Does not wait for the default stream.
   virtual Stream create_stream() = 0;
   virtual void destroy_stream(Stream stream) noexcept = 0;
+  // Whether what the stream is told goes into a graph, and does not run now.
+  virtual bool is_capturing(Stream stream) = 0;
   virtual Event create_event() = 0;
   virtual void destroy_event(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
@@ -108,7 +117,8 @@ GpuSearch load_gpu_runtime(GpuVendor vendor);
 // The same, loaded once for the process: looked for again as long as there is none.
 GpuSearch gpu_runtime(GpuVendor vendor);
 
-// A device that is current on this thread for the time of this object's life.
+// A device that is current on this thread for the time of this object's life, in which no capture
+// of a graph is disturbed.
 class CurrentDevice {
  public:
   CurrentDevice(GpuRuntime& runtime, int device)
@@ -119,7 +129,7 @@ class CurrentDevice {
 
  private:
   GpuRuntime& runtime_;
-  void* before_;
+  const GpuRuntime::Before before_;
 };
 
 }  // namespace kvxfer

@@ -20,6 +20,9 @@ constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
+constexpr int kRelaxedCapture = 2;  // hipStreamCaptureModeRelaxed
+// Of the default stream, while a stream is captured that it would wait for.
+constexpr Result kCaptureImplicit = 906;
 constexpr int kCopyDefault = 4;  // hipMemcpyDefault: by the addresses
 // Until ROCm 6 hipMemoryType counted host memory as 0 and device memory as 1.
 constexpr int kVersionOfNewMemoryTypes = 60000000;
@@ -44,6 +47,8 @@ struct Calls {
   Result (*stream_create)(void** stream, unsigned flags) = nullptr;
   Result (*stream_destroy)(void* stream) = nullptr;
   Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
+  Result (*stream_is_capturing)(void* stream, int* status) = nullptr;
+  Result (*exchange_capture_mode)(int* mode) = nullptr;
   Result (*event_create)(void** event, unsigned flags) = nullptr;
   Result (*event_destroy)(void* event) = nullptr;
   Result (*event_record)(void* event, void* stream) = nullptr;
@@ -85,6 +90,8 @@ struct Calls {
     find(stream_create, "hipStreamCreateWithFlags");
     find(stream_destroy, "hipStreamDestroy");
     find(stream_wait, "hipStreamWaitEvent");
+    find(stream_is_capturing, "hipStreamIsCapturing");
+    find(exchange_capture_mode, "hipThreadExchangeStreamCaptureMode");
     find(event_create, "hipEventCreateWithFlags");
     find(event_destroy, "hipEventDestroy");
     find(event_record, "hipEventRecord");
@@ -130,14 +137,20 @@ class HipRuntime final : public GpuRuntime {
     return address;
   }
 
-  void* set_device(int device) override {
+  Before set_device(int device) override {
     int before = 0;
     check(calls_.get_device(&before), "hipGetDevice");
     check(calls_.set_device(device), "hipSetDevice");
-    return reinterpret_cast<void*>(static_cast<intptr_t>(before));
+    int mode = kRelaxedCapture;
+    const Result result = calls_.exchange_capture_mode(&mode);
+    if (result != kSuccess) calls_.set_device(before);
+    check(result, "hipThreadExchangeStreamCaptureMode");
+    return {reinterpret_cast<void*>(static_cast<intptr_t>(before)), mode};
   }
-  void restore_device(void* before) noexcept override {
-    calls_.set_device(static_cast<int>(reinterpret_cast<intptr_t>(before)));
+  void restore_device(const Before& before) noexcept override {
+    int mode = before.capture_mode;
+    calls_.exchange_capture_mode(&mode);
+    calls_.set_device(static_cast<int>(reinterpret_cast<intptr_t>(before.device)));
   }
 
   std::optional<GpuMemory> find_memory(const void* pointer) override {
@@ -193,6 +206,16 @@ class HipRuntime final : public GpuRuntime {
     return stream;
   }
   void destroy_stream(Stream stream) noexcept override { calls_.stream_destroy(stream); }
+  bool is_capturing(Stream stream) override {
+    int status = 0;
+    const Result result = calls_.stream_is_capturing(stream, &status);
+    if (result == kCaptureImplicit) {
+      calls_.last_error();
+      return true;
+    }
+    check(result, "hipStreamIsCapturing");
+    return status != 0;
+  }
   Event create_event() override {
     Event event = nullptr;
     check(calls_.event_create(&event, kDisableTiming), "hipEventCreateWithFlags");

@@ -220,6 +220,40 @@ def test_nothing_is_written_before_the_stream_has_let_go(
     until(lambda: decode.stats.free_slots == decode.stats.slots)
 
 
+def test_graphs_are_captured_while_transfers_run(
+    agents: tuple[kvxfer.Agent, ...], gpus: Gpus
+) -> None:
+    prefill, decode = agents
+    with (
+        made(SIDE, 0, seed=1) as source,
+        made(OTHER, 1) as target,
+        gpus.stream(0) as stream,
+        gpus.stream(0) as captured,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+    ):
+        late = prefill.offer(source.cache, BLOCKS, TOKENS, ready=False)
+        with gpus.capture(0, captured):
+            with gpus.held(stream):
+                assert isinstance(source, GpuPaged)
+                source.upload(stream)
+                offer = prefill.offer(source.cache, BLOCKS, TOKENS, stream=stream)
+                fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+                until(lambda: prefill.stats.serving == 1)
+            fetch.wait()
+            assert offer.wait(LONG) is Status.OK
+            for call in (
+                lambda: prefill.offer(source.cache, BLOCKS, TOKENS, stream=captured),
+                lambda: late.mark_ready("layer.1", stream=captured),
+                lambda: late.mark_all_ready(stream=captured),
+                lambda: prefill.fetch(late.ticket, source.cache, BLOCKS, stream=captured),
+            ):
+                with pytest.raises(kvxfer.InvalidError, match="captured into a graph"):
+                    call()
+        late.release()
+        assert look(target).same_as(expected(source))
+
+
 def test_what_fails_on_a_gpu_is_named_and_costs_one_fetch(
     agents: tuple[kvxfer.Agent, ...], gpus: Gpus
 ) -> None:

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "gpu/fake_gpu.h"
 
@@ -27,6 +28,8 @@ int code(Problem problem) {
     case Problem::kNotFound: return 500;
     case Problem::kNotReady: return 600;
     case Problem::kLost: return 719;
+    case Problem::kCaptureUnsupported: return 900;
+    case Problem::kCaptureInvalidated: return 901;
   }
   return 999;
 }
@@ -153,6 +156,25 @@ FAKE int cuStreamCreate(void** stream, unsigned) {
 }
 FAKE int cuStreamDestroy_v2(void* stream) {
   return call("cuStreamDestroy", [&] { return gpus().destroy_stream(stream); });
+}
+FAKE int cuStreamBeginCapture_v2(void* stream, int mode) {
+  return call("cuStreamBeginCapture", [&] { return gpus().begin_capture(stream, mode); });
+}
+FAKE int cuStreamEndCapture(void* stream, void** graph) {
+  *graph = nullptr;  // nobody launches it
+  return call("cuStreamEndCapture", [&] { return gpus().end_capture(stream); });
+}
+FAKE int cuStreamIsCapturing(void* stream, int* status) {
+  return call("cuStreamIsCapturing", [&] {
+    *status = gpus().is_capturing(stream) ? 1 : 0;
+    return Problem::kNone;
+  });
+}
+FAKE int cuThreadExchangeStreamCaptureMode(int* mode) {
+  return call("cuThreadExchangeStreamCaptureMode", [&] {
+    std::swap(*mode, FakeGpus::capture_mode());
+    return Problem::kNone;
+  });
 }
 FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   return call("cuStreamWaitEvent", [&] { return gpus().wait(stream, event); });

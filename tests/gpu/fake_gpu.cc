@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <set>
+#include <string_view>
 #include <vector>
 
 namespace kvxfer::fake {
@@ -20,6 +22,14 @@ size_t page_bytes() { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
 
 size_t whole_pages(size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+}
+
+// That may wait for streams, or depend on what they have done.
+bool is_unsafe(const std::string& call) {
+  static const std::set<std::string_view> kUnsafe = {
+      "cuEventQuery",  "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost",
+      "hipEventQuery", "hipMalloc",  "hipFree",   "hipHostMalloc",  "hipHostFree"};
+  return kUnsafe.contains(call);
 }
 
 size_t lead_of(FakeGpus::Kind kind) { return kind == FakeGpus::Kind::kDevice ? kLead : 0; }
@@ -44,11 +54,48 @@ FakeGpus::FakeGpus()
 Problem FakeGpus::enter(const std::string& call) {
   const std::lock_guard lock(mutex_);
   if (lost_) return Problem::kLost;
+  if (is_unsafe(call) && disturb_captures() != Problem::kNone) return Problem::kCaptureUnsupported;
   const auto failure = failures_.find(call);
   if (failure == failures_.end() || failure->second.first-- > 0) return Problem::kNone;
   const Problem problem = failure->second.second;
   failures_.erase(failure);
   return problem;
+}
+
+int& FakeGpus::capture_mode() {
+  thread_local int mode = kGlobal;
+  return mode;
+}
+
+Problem FakeGpus::disturb_captures() {
+  Problem problem = Problem::kNone;
+  for (auto& [stream, capture] : captures_) {
+    const bool ours = capture.thread == std::this_thread::get_id() && capture.mode != kRelaxed;
+    const bool others = capture.mode == kGlobal && capture_mode() == kGlobal;
+    if (capture_mode() == kRelaxed || (!ours && !others)) continue;
+    capture.valid = false;
+    problem = Problem::kCaptureUnsupported;
+  }
+  return problem;
+}
+
+Problem FakeGpus::begin_capture(void* stream, int mode) {
+  const std::lock_guard lock(mutex_);
+  if (find_stream(stream) == nullptr) return Problem::kInvalidHandle;
+  captures_[stream] = {mode, std::this_thread::get_id(), true};
+  return Problem::kNone;
+}
+
+Problem FakeGpus::end_capture(void* stream) {
+  const std::lock_guard lock(mutex_);
+  const auto capture = captures_.extract(stream);
+  if (!capture) return Problem::kInvalidHandle;
+  return capture.mapped().valid ? Problem::kNone : Problem::kCaptureInvalidated;
+}
+
+bool FakeGpus::is_capturing(void* stream) {
+  const std::lock_guard lock(mutex_);
+  return captures_.contains(stream);
 }
 
 void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth) {
@@ -181,6 +228,8 @@ Problem FakeGpus::record(void* event, void* stream) {
   if (found == events_.end() || on == nullptr || found->second.device != on->device) {
     return Problem::kInvalidHandle;
   }
+  found->second.captured = captures_.contains(stream);
+  if (found->second.captured) return Problem::kNone;
   const uint64_t number = ++found->second.recorded;
   on->work.emplace_back([this, event, number] {
     const auto known = events_.find(event);
@@ -209,6 +258,10 @@ Problem FakeGpus::query(void* event) {
   const std::lock_guard lock(mutex_);
   const auto found = events_.find(event);
   if (found == events_.end()) return Problem::kInvalidHandle;
+  if (found->second.captured) {
+    for (auto& [stream, capture] : captures_) capture.valid = false;
+    return Problem::kCaptureUnsupported;
+  }
   return found->second.happened >= found->second.recorded ? Problem::kNone : Problem::kNotReady;
 }
 
@@ -216,6 +269,7 @@ Problem FakeGpus::submit(void* stream, std::function<void()> work) {
   const std::lock_guard lock(mutex_);
   Stream* on = find_stream(stream);
   if (on == nullptr) return Problem::kInvalidHandle;
+  if (captures_.contains(stream)) return Problem::kNone;  // for a graph, which nobody launches
   on->work.emplace_back([work = std::move(work)] {
     work();
     return true;

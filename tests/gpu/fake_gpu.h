@@ -26,7 +26,9 @@ enum class Problem : uint8_t {
   kOutOfMemory,
   kNotFound,
   kNotReady,
-  kLost,  // the device is gone
+  kLost,                // the device is gone
+  kCaptureUnsupported,  // a call that a capture forbids
+  kCaptureInvalidated,  // that of a graph, by such a call
 };
 
 // Devices whose memory is the host's, closed to everybody but their own work: who reads or writes
@@ -50,7 +52,16 @@ class FakeGpus {
     int device = 0;
     uint64_t recorded = 0;
     uint64_t happened = 0;
+    bool captured = false;
   };
+  // Of a graph. What threads in the mode "global" must not do while one is captured in that mode,
+  // by any thread, and in the mode "thread local" while they capture one, invalidates it.
+  struct Capture {
+    int mode = 0;
+    std::thread::id thread;
+    bool valid = true;
+  };
+  enum CaptureMode : uint8_t { kGlobal, kThreadLocal, kRelaxed };
 
   static FakeGpus& instance();
 
@@ -58,6 +69,9 @@ class FakeGpus {
 
   // The devices that are current on this thread, the innermost last.
   static std::deque<int>& current();
+
+  // That of this thread.
+  static int& capture_mode();
 
   // Whether the call is to fail; every entry point begins with it.
   Problem enter(const std::string& call);
@@ -77,6 +91,9 @@ class FakeGpus {
 
   Problem create_stream(void*& stream);
   Problem destroy_stream(void* stream);
+  Problem begin_capture(void* stream, int mode);
+  Problem end_capture(void* stream);
+  bool is_capturing(void* stream);
   Problem create_event(void*& event);
   Problem destroy_event(void* event);
   Problem record(void* event, void* stream);
@@ -98,6 +115,7 @@ class FakeGpus {
   void run();
   void open_memory(bool open);
   Stream* find_stream(void* stream);
+  Problem disturb_captures();
 
   const int count_;
   std::mutex mutex_;
@@ -106,6 +124,7 @@ class FakeGpus {
   std::map<uintptr_t, Memory> memory_;
   std::map<void*, Stream> streams_;
   std::map<void*, Event> events_;
+  std::map<void*, Capture> captures_;  // by their streams
   std::set<void*> modules_;
   std::map<std::string, std::pair<uint32_t, Problem>> failures_;
   bool lost_ = false;

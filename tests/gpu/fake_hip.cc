@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "gpu/fake_gpu.h"
 
@@ -27,6 +28,8 @@ int code(Problem problem) {
     case Problem::kNotFound: return 209;
     case Problem::kNotReady: return 600;
     case Problem::kLost: return 719;
+    case Problem::kCaptureUnsupported: return 900;
+    case Problem::kCaptureInvalidated: return 901;
   }
   return 999;
 }
@@ -142,6 +145,25 @@ FAKE int hipStreamCreateWithFlags(void** stream, unsigned) {
 }
 FAKE int hipStreamDestroy(void* stream) {
   return call("hipStreamDestroy", [&] { return gpus().destroy_stream(stream); });
+}
+FAKE int hipStreamBeginCapture(void* stream, int mode) {
+  return call("hipStreamBeginCapture", [&] { return gpus().begin_capture(stream, mode); });
+}
+FAKE int hipStreamEndCapture(void* stream, void** graph) {
+  *graph = nullptr;  // nobody launches it
+  return call("hipStreamEndCapture", [&] { return gpus().end_capture(stream); });
+}
+FAKE int hipStreamIsCapturing(void* stream, int* status) {
+  return call("hipStreamIsCapturing", [&] {
+    *status = gpus().is_capturing(stream) ? 1 : 0;
+    return Problem::kNone;
+  });
+}
+FAKE int hipThreadExchangeStreamCaptureMode(int* mode) {
+  return call("hipThreadExchangeStreamCaptureMode", [&] {
+    std::swap(*mode, FakeGpus::capture_mode());
+    return Problem::kNone;
+  });
 }
 FAKE int hipStreamWaitEvent(void* stream, void* event, unsigned) {
   return call("hipStreamWaitEvent", [&] { return gpus().wait(stream, event); });

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "device/gpu_event.h"
 #include "gpu/aligned_bytes.h"
 #include "gpu/fake_library.h"
 #include "gpu/random_panels.h"
@@ -284,6 +285,51 @@ TEST_CASE("gpu packer: a lane that found no memory for larger tables keeps those
       lane.finish();
       CHECK(*lane.read<uint64_t>(zeros) == 0);
     }
+  }
+}
+
+TEST_CASE("gpu packer: a graph that is captured meanwhile is not disturbed") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    GpuRuntime& runtime = rig.runtime();
+    const CurrentDevice current(runtime, 1);
+    const auto stream = runtime.create_stream(), captured = runtime.create_stream();
+    CacheShape shape;
+    shape.contents = {128};
+    Random random(1);
+    const Request request = random_request(random, shape);
+    AlignedBytes memory(shape.bytes());
+    fill_random(random, memory.data(), memory.size());
+    const DeviceCache cache(runtime, memory);
+    const CopyPlan plan = request.plan(shape.layout(cache.data()));
+    const uint64_t bytes = plan.wire_bytes();
+    AlignedBytes wire(bytes), expected(bytes);
+    pack(request.plan(shape.layout(memory.data())), 0, bytes, expected.data(), 1);
+    const auto work = [&] {
+      GpuPacker packer(runtime, 1, rig.code, kSlot, 1, kLimit);
+      packer.pack(plan, 0, bytes, wire.data(), 1, true, nullptr);
+      const GpuEvent event(rig.search.runtime, 1, stream);
+      while (!event.happened()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    };
+    // The thread that captures is relaxed by `current`; the other finds the mode that threads have.
+    rig.library.begin_capture(vendor, captured);
+    std::thread(work).join();
+    CHECK_THROWS_WITH_AS(GpuEvent(rig.search.runtime, 1, captured),
+                         doctest::Contains("captured into a graph"), Error);
+    work();
+    CHECK(rig.library.end_capture(vendor, captured));
+    CHECK(wire == expected);
+
+    const auto event = runtime.create_event();
+    rig.library.begin_capture(vendor, captured);
+    std::thread([&] {
+      // As the packer's threads did before: the rig notices.
+      CHECK_THROWS_AS(runtime.happened(event), Error);
+    }).join();
+    CHECK(!rig.library.end_capture(vendor, captured));
+    runtime.destroy_event(event);
+    runtime.destroy_stream(stream);
+    runtime.destroy_stream(captured);
   }
 }
 

@@ -83,6 +83,16 @@ class Gpus:
             self._library.fake_gpu_hold(ctypes.c_void_p(stream), 0)
 
     @contextlib.contextmanager
+    def capture(self, device: int, stream: int) -> Iterator[None]:
+        """Capture a graph in the mode "global", and demand that nobody disturbs that."""
+        with self.on(device):
+            self.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 0)
+        yield
+        with self.on(device):
+            graph = ctypes.c_void_p()
+            self.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+
+    @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
         self._library.fake_gpu_lose_devices(1)
         try:
