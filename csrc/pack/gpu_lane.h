@@ -90,7 +90,8 @@ class GpuLane {
   // Begins a set of tables of this size in all, each rounded up to 16 bytes.
   void begin_tables(size_t bytes) {
     used_ = 0;
-    if (bytes > device_tables_->size()) make_tables(std::max(bytes, 2 * device_tables_->size()));
+    const size_t size = tables_.back()->device.size();
+    if (bytes > size) make_tables(std::max(bytes, 2 * size));
   }
 
   // Adds a table; returns where it will be on the device.
@@ -110,7 +111,7 @@ class GpuLane {
   }
 
   void upload_tables() {
-    runtime_.copy(device_tables_->data(), host_tables_->data(), used_, stream_);
+    runtime_.copy(tables_.back()->device.data(), tables_.back()->host.data(), used_, stream_);
   }
   // Copies a table back to where read() finds it.
   void download(uint64_t at, size_t bytes) {
@@ -151,30 +152,34 @@ class GpuLane {
   void abandon() { stuck_ = true; }
 
  private:
-  void make_tables(size_t bytes) {
-    // Where memory is short the old ones stay, for the next call.
-    auto device = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kDevice, bytes);
-    host_tables_ = std::make_unique<GpuBytes>(runtime_, GpuBytes::Where::kHost, bytes);
-    device_tables_ = std::move(device);
-  }
+  struct Tables {
+    Tables(GpuRuntime& runtime, size_t bytes)
+        : device(runtime, GpuBytes::Where::kDevice, bytes),
+          host(runtime, GpuBytes::Where::kHost, bytes) {}
+    GpuBytes device, host;
+  };
+
+  void make_tables(size_t bytes) { tables_.push_back(std::make_unique<Tables>(runtime_, bytes)); }
   uint64_t add_room(size_t bytes) {
     const size_t room = (bytes + 15) / 16 * 16;
-    if (used_ + room > device_tables_->size()) {
+    if (used_ + room > tables_.back()->device.size()) {
       throw Error(StatusCode::kInvalid, "tables for a GPU are larger than was said");
     }
     used_ += room;
-    return device_tables_->address() + used_ - room;
+    return tables_.back()->device.address() + used_ - room;
   }
   std::byte* host_of(uint64_t at) const {
-    return host_tables_->data() + (at - device_tables_->address());
+    return tables_.back()->host.data() + (at - tables_.back()->device.address());
   }
 
   GpuRuntime& runtime_;
   const Duration limit_;
   const std::atomic<bool>& hurried_;
   GpuBytes slot_, host_slot_;
-  std::unique_ptr<GpuBytes> device_tables_;
-  std::unique_ptr<GpuBytes> host_tables_;
+  // The last ones are in use, and stay so where there is no memory for larger ones. Those that were
+  // outgrown stay, too: to free them would wait for all that runs on the device, however long that
+  // is. Together they are no larger than the last, which are twice their forerunners at least.
+  std::vector<std::unique_ptr<Tables>> tables_;
   size_t used_ = 0;
   GpuRuntime::Stream stream_ = nullptr;
   GpuRuntime::Event ended_ = nullptr;

@@ -288,6 +288,26 @@ TEST_CASE("gpu packer: a lane that found no memory for larger tables keeps those
   }
 }
 
+TEST_CASE("gpu packer: tables that are outgrown are not freed, which would wait for the device") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    const CurrentDevice current(rig.runtime(), 1);
+    const std::atomic<bool> hurried = false;
+    GpuLane lane(rig.runtime(), kSlot, kLimit, hurried);
+    const size_t before = rig.library.open_handles();
+    for (size_t bytes = 100 << 10; bytes < 2 << 20; bytes *= 3) {
+      lane.begin_tables(bytes);
+      const std::vector<uint32_t> values(bytes / 4, 7);
+      const uint64_t at = lane.add_table(std::span(values));
+      lane.upload_tables();
+      lane.download(at, bytes);
+      lane.finish();
+      CHECK(std::equal(values.begin(), values.end(), lane.read<uint32_t>(at)));
+    }
+    CHECK(rig.library.open_handles() == before + 3 * 2);
+  }
+}
+
 TEST_CASE("gpu packer: a graph that is captured meanwhile is not disturbed") {
   for (const GpuVendor vendor : kVendors) {
     const Rig rig(vendor);
