@@ -44,6 +44,9 @@ struct Registry {
   std::vector<bool> owned;
 };
 
+// Forks count from when the library is loaded, not from the first descriptor.
+[[maybe_unused]] const Registry& g_registry = Registry::instance();
+
 }  // namespace
 
 uint64_t fork_generation() { return g_generation.load(std::memory_order_relaxed); }

@@ -19,7 +19,7 @@ void GpuGate::wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened o
   if (stopped_) return;
   added_.push_back({std::move(event), deadline, std::move(opened)});
   if (!thread_) thread_ = std::make_unique<Thread>("kvx-gpu-gate", [this] { run(); });
-  changed_.notify_one();
+  changed_->notify_one();
 }
 
 void GpuGate::stop() {
@@ -27,7 +27,7 @@ void GpuGate::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopped_ = true;
-    changed_.notify_one();
+    changed_->notify_one();
   }
   if (thread_) thread_->join();
   added_.clear();
@@ -38,9 +38,9 @@ void GpuGate::run() {
   std::unique_lock lock(mutex_);
   while (!stopped_) {
     if (waiting.empty()) {
-      changed_.wait(lock, [&] { return stopped_ || !added_.empty(); });
+      changed_->wait(lock, [&] { return stopped_ || !added_.empty(); });
     } else {
-      changed_.wait_for(lock, kRest, [&] { return stopped_; });
+      changed_->wait_for(lock, kRest, [&] { return stopped_; });
     }
     if (stopped_) return;
     std::move(added_.begin(), added_.end(), std::back_inserter(waiting));

@@ -10,7 +10,7 @@
 
 #include "base/clock.h"
 #include "base/thread.h"
-#include "base/unique_fd.h"
+#include "base/unique_here.h"
 #include "device/gpu_event.h"
 
 namespace kvxfer {
@@ -39,7 +39,7 @@ class GpuGate {
   void run();
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  const UniqueHere<std::condition_variable> changed_{new std::condition_variable};
   std::vector<Waiting> added_;
   bool stopped_ = false;
   const uint64_t generation_ = fork_generation();

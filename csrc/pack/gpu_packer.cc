@@ -84,7 +84,7 @@ class GpuPacker::Lease {
   static GpuLane* take(GpuPacker& packer) {
     std::unique_lock lock(packer.mutex_);
     // Who holds one gives it back within the limit, or gives the device up.
-    packer.freed_.wait(lock, [&] { return packer.given_up_ || !packer.free_.empty(); });
+    packer.freed_->wait(lock, [&] { return packer.given_up_ || !packer.free_.empty(); });
     if (packer.given_up_) {
       throw Error(StatusCode::kNoResources,
                   "device " + std::to_string(packer.device_) + " of " + packer.runtime_.name() +
@@ -99,11 +99,11 @@ class GpuPacker::Lease {
     const std::lock_guard lock(packer_.mutex_);
     if (lane_->stuck()) {
       packer_.given_up_ = true;
-      packer_.freed_.notify_all();
+      packer_.freed_->notify_all();
       return;
     }
     packer_.free_.push_back(lane_);
-    packer_.freed_.notify_one();
+    packer_.freed_->notify_one();
   }
 
   GpuPacker& packer_;

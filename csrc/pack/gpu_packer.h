@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/unique_fd.h"
+#include "base/unique_here.h"
 #include "device/code_objects.h"
 #include "device/gpu_runtime.h"
 #include "kvxfer/copy_plan.h"
@@ -78,7 +78,7 @@ class GpuPacker {
   const size_t slot_bytes_;
   GpuRuntime::Module module_ = nullptr;
   std::mutex mutex_;
-  std::condition_variable freed_;
+  const UniqueHere<std::condition_variable> freed_{new std::condition_variable};
   std::map<std::string, GpuRuntime::Function> functions_;
   std::vector<std::unique_ptr<GpuLane>> lanes_;
   std::vector<GpuLane*> free_;

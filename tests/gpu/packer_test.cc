@@ -1,4 +1,5 @@
 #include <doctest/doctest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "device/gpu_event.h"
+#include "engine/gpu_gate.h"
 #include "gpu/aligned_bytes.h"
 #include "gpu/fake_library.h"
 #include "gpu/random_panels.h"
@@ -351,6 +353,57 @@ TEST_CASE("gpu packer: a graph that is captured meanwhile is not disturbed") {
     runtime.destroy_stream(stream);
     runtime.destroy_stream(captured);
   }
+}
+
+// Whether `work` ends in a forked child.
+template <class Work>
+bool ends_in_child(Work work) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    work();
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST_CASE("gpu packer: a forked child destroys what its parent's threads wait for") {
+  const Rig rig(GpuVendor::kNvidia);
+  CacheShape shape;
+  shape.contents = {128};
+  Random random(1);
+  const Request request = random_request(random, shape);
+  const AlignedBytes memory(shape.bytes());
+  const DeviceCache cache(rig.runtime(), memory);
+  const CopyPlan plan = request.plan(shape.layout(cache.data()));
+  auto packer = std::make_unique<GpuPacker>(rig.runtime(), 1, rig.code, kSlot, 1, kLimit);
+  rig.library.hold(true);
+  std::atomic<int> begun = 0;
+  const auto work = [&] {
+    AlignedBytes wire(plan.wire_bytes());
+    ++begun;
+    packer->pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back(work);
+  while (begun < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // two of them wait for the lane
+  CHECK(ends_in_child([&] { packer.reset(); }));
+  rig.library.hold(false);
+  for (std::thread& thread : threads) thread.join();
+
+  auto gate = std::make_unique<GpuGate>();
+  std::atomic<bool> opened = false;
+  const auto event = std::make_shared<GpuEvent>(rig.search.runtime, 1, nullptr);
+  gate->wait(event, Clock::now() + kLimit, [&](const std::string& failure) {
+    CHECK(failure.empty());
+    opened = true;
+  });
+  while (!opened) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // its thread waits for more to do
+  CHECK(ends_in_child([&] { gate.reset(); }));
 }
 
 TEST_CASE(
