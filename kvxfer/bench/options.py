@@ -168,7 +168,8 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         type=listed(one_of(MEMORIES)),
         default=["host"],
         metavar="KINDS",
-        help="host or gpu (which needs torch), on both sides (default host)",
+        help="host or gpu, on both sides (default host); the GPU is the first that "
+        "CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES leave",
     )
     how.add_argument(
         "--codec",

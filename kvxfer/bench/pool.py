@@ -8,7 +8,7 @@ have something to encode.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from kvxfer.bench.case import BenchError, Case, WrongBytesError
 
 if TYPE_CHECKING:
     from kvxfer import Cache
+    from kvxfer.bench.gpu import GpuArray
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -62,19 +63,25 @@ class Pool:
                 f"{case.name}: no memory for a cache of {case.pool_bytes >> 20} MiB: choose fewer "
                 "blocks or tokens"
             ) from None
-        self._device = _Device() if case.memory == "gpu" else None
+        self._gpu: list[GpuArray] = []
+        if case.memory == "gpu":
+            from kvxfer.bench.gpu import GpuArray, open_gpu
+
+            driver = open_gpu()
+            self._gpu = [GpuArray(driver, self._view(array)) for _, _, array in self._planes()]
 
     def cache(self) -> Cache:
         """Return it as agents know it."""
         import kvxfer
 
         case = self.case
-        kind = np.uint16 if case.dtype != "float8_e4m3fn" else np.uint8
-        shape = (case.pool_blocks, case.heads, case.block_size, case.content)
-        tensors: dict[str, object] = {}
-        for layer, planes in self._arrays.items():
-            views = [plane.view(kind).reshape(shape) for plane in planes]
-            tensors[layer] = views if self._device is None else self._device.upload(layer, views)
+        held: list[object] = list(self._gpu)
+        held = held or [self._view(array) for _, _, array in self._planes()]
+        planes = len(case.planes)
+        tensors = {
+            layer: held[number * planes : (number + 1) * planes]
+            for number, layer in enumerate(self._arrays)
+        }
         return kvxfer.Cache(
             tensors, axes="BHNC", planes=case.planes, dtype=case.dtype, model=case.name
         )
@@ -83,12 +90,12 @@ class Pool:
         """Put the serving side's contents in."""
         for layer, plane, array in self._planes():
             np.bitwise_xor(_row(self.case), _keys(self.case, layer, plane)[:, None], out=array)
+        self._upload()
 
     def poison(self) -> None:
         for _, _, array in self._planes():
             array.view(np.uint8).fill(_POISON)
-        if self._device is not None:
-            self._device.poison(_POISON)
+        self._upload()
 
     def addresses(self) -> Iterator[tuple[int, int]]:
         """Yield where the memory lies: address, bytes."""
@@ -103,8 +110,8 @@ class Pool:
         WrongBytesError
             A token, the rest of the last block, or a block that nobody asked for is wrong.
         """
-        if self._device is not None:
-            self._device.download(self._arrays)
+        for held, (_, _, array) in zip(self._gpu, self._planes(), strict=False):
+            held.download(array)
         case = self.case
         source, target = block_tables(case)
         unused = np.setdiff1d(np.arange(case.pool_blocks), target)
@@ -136,44 +143,21 @@ class Pool:
                 f"{where}: an element is off by {worst:.3g}, where {codec} may be by {tolerance}"
             )
 
+    def _upload(self) -> None:
+        for held, (_, _, array) in zip(self._gpu, self._planes(), strict=False):
+            held.upload(array)
+
+    def _view(self, array: Words) -> npt.NDArray[np.uint16] | Bytes:
+        case = self.case
+        shape = (case.pool_blocks, case.heads, case.block_size, case.content)
+        if case.dtype == "float8_e4m3fn":
+            return array.view(np.uint8).reshape(shape)
+        return array.view(np.uint16).reshape(shape)
+
     def _planes(self) -> Iterator[tuple[int, int, Words]]:
         for layer, planes in enumerate(self._arrays.values()):
             for plane, array in enumerate(planes):
                 yield layer, plane, array
-
-
-class _Device:
-    """Copies of the arrays on a GPU; torch makes them."""
-
-    def __init__(self) -> None:
-        try:
-            import torch
-        except ImportError:
-            raise BenchError(
-                "--memory gpu needs torch, built for the GPU; this Python has none"
-            ) from None
-        if not torch.cuda.is_available():
-            raise BenchError("--memory gpu: torch finds no GPU that it can use here")
-        self._torch = torch
-        self._tensors: dict[str, list[Any]] = {}
-
-    def upload(self, layer: str, views: list[npt.NDArray[Any]]) -> list[Any]:
-        self._tensors[layer] = [
-            self._torch.from_numpy(view.view(np.uint8)).to("cuda") for view in views
-        ]
-        kind = self._torch.int16 if views[0].itemsize == 2 else self._torch.uint8
-        return [tensor.view(kind) for tensor in self._tensors[layer]]
-
-    def poison(self, value: int) -> None:
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor.fill_(value)
-        self._torch.cuda.synchronize()
-
-    def download(self, arrays: dict[str, list[Words]]) -> None:
-        for layer, tensors in self._tensors.items():
-            for array, tensor in zip(arrays[layer], tensors, strict=True):
-                array.view(np.uint8).reshape(-1)[:] = tensor.cpu().numpy().reshape(-1)
 
 
 def _pattern(case: Case) -> tuple[np.uint64, np.uint64]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvxfer
+from kvxfer._numbers import format_bytes
 from kvxfer.bench.case import BenchError, Case, WrongBytesError
 from kvxfer.bench.channel import Channel
 from kvxfer.bench.nixl import NixlPairs, NixlTurn
@@ -228,7 +229,7 @@ class Runner:
             plural = "" if receiver.streams == 1 else "s"
             result.limit = Rival(f"plain sockets, {receiver.streams} stream{plural}")
             return lambda: receiver.run(case.bytes)
-        if result.report["transport"] == "shm":
+        if result.report["transport"] == "shm" and case.memory == "host":
             result.limit = Rival("memcpy, 1 thread")
             if self._scratch.nbytes < case.bytes:
                 self._scratch = np.ones(case.bytes, np.uint8)
@@ -265,5 +266,6 @@ class Runner:
         available = available_bytes()
         if available is not None and needed > available:
             raise BenchError(
-                f"this side needs {needed >> 20} MiB, of which {available >> 20} are available"
+                f"this side needs {format_bytes(needed)} of memory; {format_bytes(available)} are "
+                "available: choose fewer blocks or tokens"
             )

@@ -1,0 +1,60 @@
+"""kvxfer bench with caches in GPU memory, over runtimes that stand for CUDA and HIP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from kvtest import fake_gpu
+
+from kvxfer import _core
+from kvxfer.bench import gpu
+from kvxfer.bench.case import BenchError
+
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs/schemas/bench.json").read_text())
+LIBRARIES = {"cuda": "KVXFER_CUDA_LIBRARY", "hip": "KVXFER_HIP_LIBRARY"}
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def runtime(request, tmp_path, monkeypatch):
+    if _core.build_info()["sanitize"]:
+        pytest.skip("ASan does not follow fibers between libraries; the C++ tests of GPUs run")
+    with fake_gpu.runtimes(tmp_path, monkeypatch):
+        library = os.environ["KVXFER_HSA_LIBRARY"]
+        for kind, variable in LIBRARIES.items():
+            monkeypatch.setenv(variable, library if kind == request.param else "libnone.so")
+        yield request.param
+
+
+def test_transfers_between_gpus_are_checked(runtime):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvxfer", "bench", "local", "--memory", "gpu", "--json"),
+            *("--block", "256", "--blocks", "5", "--transport", "shm", "--codec", "raw,int8"),
+            *("--seconds", "0.01", "--within", "0.1", "--no-rivals"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    _, raw, int8 = map(json.loads, done.stdout.splitlines())
+    for result in (raw, int8):
+        jsonschema.validate(result, SCHEMA)
+        assert result["case"]["memory"] == "gpu"
+    assert (raw["verified"], int8["verified"]) == ("exact", "within 0.02")
+
+
+def test_without_a_gpu_it_says_what_each_runtime_says(monkeypatch):
+    for variable in LIBRARIES.values():
+        monkeypatch.setenv(variable, "libnone.so")
+    with pytest.raises(BenchError, match=r"CUDA: libnone.so: .*; HIP: libnone.so: "):
+        gpu.open_gpu()
+    monkeypatch.setenv("KVXFER_CUDA_LIBRARY", "libc.so.6")
+    with pytest.raises(BenchError, match="CUDA: libc.so.6 has no cuInit"):
+        gpu.open_gpu()
