@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,8 @@ def help_texts(
 
 def _filled(text: str) -> str:
     paragraphs = textwrap.dedent(text).strip("\n").split("\n\n")
+    width = min(88, shutil.get_terminal_size().columns - 2)  # argparse's own measure
     return "\n\n".join(
-        paragraph if "\n  " in f"\n{paragraph}" else textwrap.fill(paragraph, 88)
+        paragraph if "\n  " in f"\n{paragraph}" else textwrap.fill(paragraph, width)
         for paragraph in paragraphs
     )

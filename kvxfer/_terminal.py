@@ -1,6 +1,14 @@
-"""What may be shown on a terminal."""
+"""What may be shown on a terminal, and how much of it fits."""
 
 from __future__ import annotations
+
+import shutil
+import sys
+
+
+def columns(most: int) -> int:
+    """Return how long lines of the output may be: `most`, or less on a narrower terminal."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
 
 
 def printable(text: object) -> str:

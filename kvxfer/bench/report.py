@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 
 from kvxfer._numbers import format_bytes
-from kvxfer._terminal import printable
+from kvxfer._terminal import columns, printable
 from kvxfer.bench.case import Case
 from kvxfer.bench.result import Result, Rival
 from kvxfer.handshake import Frame
@@ -26,6 +27,8 @@ _COLUMNS = (
     ("s/GB", ">"),
     ("checked", "<"),
 )
+_MEASURED = 6  # columns before those with what was measured
+_WIDTH = 400
 
 
 class Table:
@@ -37,6 +40,8 @@ class Table:
         self._widths = [max(pair) for pair in zip(self._widths, least, strict=True)]
         self._widths[0] = max([self._widths[0], *(len(_title(case)) for case in cases)])
         self._widths[2] = max([self._widths[2], *(len(case.codec) for case in cases)])
+        # On a narrow terminal what was measured stands below what it was measured of.
+        self._narrow = columns(_WIDTH) < sum(self._widths) + 2 * (len(self._widths) - 1)
 
     def header(self) -> str:
         return self._line([title for title, _ in _COLUMNS])
@@ -61,7 +66,7 @@ class Table:
         large = case.bytes >= 1 << 20
         limit = result.limit
         shown += [
-            f"{result.gbps:.2f}",
+            f"{result.gbps:.2f}" if result.gbps >= 0.1 else f"{result.gbps:.4f}",
             f"{result.ratio(limit):.0%}" if limit and limit.seconds else "-",
             *(f"{result.percentile(share):.0f}" for share in (0.5, 0.9, 0.99)),
             f"{serving:.2f}+{running:.2f}" if large else "-",
@@ -87,7 +92,9 @@ class Table:
             f"{cell:{align}{width}}"
             for cell, (_, align), width in zip(cells, _COLUMNS, self._widths, strict=False)
         ]
-        return "  ".join(parts).rstrip()
+        if self._narrow and len(parts) > _MEASURED:
+            parts[_MEASURED] = "\n  " + parts[_MEASURED]
+        return "  ".join(parts).replace("  \n", "\n").rstrip()
 
 
 def _title(case: Case) -> str:
@@ -117,6 +124,8 @@ def machine(name: str, stamp: Frame) -> str:
 def legend(results: Sequence[Result]) -> str:
     """Return what the columns mean, and why the links are what they are."""
     done = [result for result in results if not result.why]
+    if not done:
+        return ""
     limits = sorted({result.limit.name for result in done if result.limit})
     reasons = {result.report["transport"]: result.report["why"] for result in done}
     lines = [
@@ -130,7 +139,8 @@ def legend(results: Sequence[Result]) -> str:
             1, f"  of limit  share of what the link carries without us: {'; '.join(limits)}"
         )
     lines += [f"  {name:<9} because {why}" for name, why in reasons.items()]
-    return "\n".join(lines)
+    width = columns(_WIDTH)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * 12) for line in lines)
 
 
 def environment(address: str, mine: Frame, theirs: Frame) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 
-from kvxfer._terminal import printable
+from kvxfer._terminal import columns, printable
 from kvxfer.doctor.examine import Examination
 from kvxfer.doctor.findings import Finding, State, counts
 
@@ -66,14 +66,15 @@ def _lines(finding: Finding) -> list[str]:
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         state = f"\x1b[{_COLORS[finding.state]}m{state}\x1b[0m"
     text = f"{finding.what}: {finding.found}"  # errors of peers, names of devices
-    wrapped = textwrap.wrap(text, _WIDTH - 8, break_long_words=False) or [""]
+    width = max(40, columns(_WIDTH))
+    wrapped = textwrap.wrap(text, width - 8, break_long_words=False) or [""]
     first, *rest = map(printable, wrapped)
     lines = [f"  {state}  {first}", *(f"        {line}" for line in rest)]
     for title, about in (("why", finding.why), ("fix", finding.fix)):
         if about and (finding.hurts or title == "fix"):
             lines += textwrap.wrap(
                 f"{title}: {about}",
-                _WIDTH,
+                width,
                 initial_indent=" " * 10,
                 subsequent_indent=" " * 15,
                 break_long_words=False,

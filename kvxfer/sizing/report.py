@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+from kvxfer._terminal import columns
 from kvxfer.sizing.estimate import Estimate, Passage
 from kvxfer.sizing.models import LayerGroup, Model
+
+_WIDTH = 200
 
 
 def report(
@@ -51,7 +55,12 @@ def _by_link(title: str, rows: Sequence[Estimate], cell: Callable[[Passage], str
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return its lines; what does not fit beside the first column comes below, with that again."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    fits = max(2, sum(end <= columns(_WIDTH) for end in accumulate(w + 2 for w in widths)))
+    if fits < len(widths):
+        rest = [[row[0], *row[fits:]] for row in table]
+        return [*_aligned([row[:fits] for row in table]), "", *_aligned(rest)]
     lines = []
     for row in table:
         cells = [row[0].ljust(widths[0])]

@@ -238,6 +238,7 @@ def test_names_of_the_other_side_command_no_terminal(server):
         (["run", "nowhere"], "is not host:port"),
         (["local", "--block", "12 cats"], "is not a size"),
         (["local", "--blocks", "0"], "is not a count"),
+        (["local", "--blocks", "999999999999"], "not 1 to 4294967295"),
         (["local", "--block", "4097"], "multiple of 8"),
         (["local", "--transport", "carrier-pigeon"], "there are auto, shm, tcp"),
         (["local", "--codec", "zip"], "not known"),
@@ -378,7 +379,7 @@ def test_progress_is_for_terminals():
         [*KVXFER, "bench", "local", *SMALL, "--no-rivals"],
         stdout=child,
         stderr=child,
-        env=environment(),
+        env=environment(COLUMNS="80"),
     )
     os.close(child)
     seen = b""
@@ -393,3 +394,7 @@ def test_progress_is_for_terminals():
     os.close(parent)
     assert process.wait(PATIENCE) == 0
     assert b"\r\x1b[K[1/2] fetch_shm" in seen
+    lines = [line.rpartition("\x1b[K")[2] for line in seen.decode().split("\r\n")]
+    table = lines[lines.index(next(line for line in lines if line.startswith("case "))) :]
+    assert all(len(line) <= 80 for line in table)
+    assert [line for line in table if line.startswith("  ") and line.endswith("exact")]

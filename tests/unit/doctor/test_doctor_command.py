@@ -415,4 +415,8 @@ def test_colors_are_for_terminals(monkeypatch, tmp_path):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert "\x1b[33m" in report(found, quiet=True)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in report(found, quiet=True)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = report(found, quiet=True)
+    assert "\x1b" not in narrow
+    lines = narrow.splitlines()[1:-1]
+    assert 50 < max(len(line) for line in lines if "http" not in line) <= 60
