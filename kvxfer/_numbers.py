@@ -14,10 +14,9 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 
 def positive(text: str) -> int:
     """Return a whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def parse_bytes(text: str) -> int:

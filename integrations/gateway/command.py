@@ -28,7 +28,7 @@ _NUMBERS: tuple[tuple[str, Callable[[str], float], str], ...] = (
     ("max_queue", int, "requests that may wait"),
     ("queue_timeout", float, "seconds that they may wait"),
     ("max_body", parse_bytes, "of a request"),
-    ("connect_timeout", float, "seconds"),
+    ("connect_timeout", float, "seconds until a connection to an engine is there"),
     ("prefill_timeout", float, "seconds for a prefill engine's answer"),
     ("first_byte_timeout", float, "seconds for a decode engine's first byte"),
     ("idle_timeout", float, "seconds between two pieces of an answer"),
@@ -47,13 +47,17 @@ _NUMBERS: tuple[tuple[str, Callable[[str], float], str], ...] = (
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which engines there are, and how requests reach them."""
+    for role in Role:
+        parser.add_argument(
+            f"--{role.value}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"of a {role.value} engine, as http://HOST:PORT; may be repeated",
+        )
     parser.add_argument(
-        "--prefill", action="append", default=[], metavar="URL", help="may be repeated"
+        "--engines", metavar="FILE", help="the engines as JSON, read again when it changes"
     )
-    parser.add_argument(
-        "--decode", action="append", default=[], metavar="URL", help="may be repeated"
-    )
-    parser.add_argument("--engines", metavar="FILE", help="JSON, read again when it changes")
     parser.add_argument(
         "--kv-events",
         action="append",
@@ -61,26 +65,44 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL=tcp://HOST:PORT",
         help="where the engine at URL publishes its KV events",
     )
-    parser.add_argument("--flow", choices=[flow.value for flow in Flow], default=Flow.SERIAL.value)
+    parser.add_argument(
+        "--flow",
+        choices=[flow.value for flow in Flow],
+        default=Flow.SERIAL.value,
+        help="whether the decode engine is asked after the prefill engine or at the same time "
+        "(default serial)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer gateway``."""
     add_engine_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0: any")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s)"
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 picks one that is free (default %(default)s)",
+    )
     parser.add_argument(
         "--setup", metavar="FILE", help="that of `kvxfer plan`: its slo, link and policy are used"
     )
-    parser.add_argument("--ttft", type=float, help="seconds to the first token that are promised")
-    parser.add_argument("--tpot", type=float, help="seconds a token that are promised")
     parser.add_argument(
-        "--threshold", help="uncached tokens from which on prefill is remote, or `auto`"
+        "--ttft", type=float, metavar="S", help="seconds to the first token that are promised"
+    )
+    parser.add_argument("--tpot", type=float, metavar="S", help="seconds a token that are promised")
+    parser.add_argument(
+        "--threshold",
+        metavar="N",
+        help="uncached tokens from which on prefill is remote, or `auto`",
     )
     parser.add_argument(
         "--link", type=float, metavar="BYTES/S", help="as measured; needs --kv-bytes"
     )
-    parser.add_argument("--kv-bytes", type=float, help="of a token on the wire")
+    parser.add_argument("--kv-bytes", type=float, metavar="N", help="of a token on the wire")
     parser.add_argument(
         "--tokenize",
         action="store_true",
@@ -88,9 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind, about in _NUMBERS:
         default = getattr(Settings(), name)
-        shown = "" if default is None else f"; default: {_shown(default, kind)}"
+        shown = "" if default is None else f" (default {_shown(default, kind)})"
         parser.add_argument(
-            "--" + name.replace("_", "-"), type=kind, default=default, help=about + shown
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=default,
+            metavar={parse_bytes: "SIZE", int: "N"}.get(kind, "S" if "second" in about else "RATE"),
+            help=about + shown,
         )
     parser.add_argument("--verbose", action="store_true", help="log each decision")
 
@@ -207,6 +233,12 @@ async def _run(settings: Settings, host: str, port: int) -> None:
         await ended.wait()
     finally:
         await runner.cleanup()
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
 
 
 def _shown(default: float, kind: Callable[[str], object]) -> str:

@@ -137,7 +137,7 @@ class Monitor:
             await self._get(engine, "/health")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             if engine.missed():
-                logger.warning("%s: down: %r", engine.name, error)
+                logger.warning("%s: down: %s", engine.name, str(error) or repr(error))
             return
         count = self._looks.get(engine.url, 0)
         self._looks[engine.url] = count + 1

@@ -31,16 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer prewarm``."""
     parser.add_argument(
         "prefixes",
+        metavar="PREFIXES",
         help="JSON lines, each a request's body with 'prompt' or 'messages'; - reads stdin",
     )
     parser.add_argument("--gateway", metavar="URL", help="a gateway, which knows its engines")
     add_engine_arguments(parser)
-    parser.add_argument("--model", help="for prefixes that name none")
+    parser.add_argument("--model", metavar="NAME", help="for prefixes that name none")
     parser.add_argument(
-        "--keep", type=float, default=0.0, metavar="SECONDS", help="keep them there for so long"
+        "--keep",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds to keep them there (default 0)",
     )
     parser.add_argument(
-        "--every", type=float, default=EVERY, help="seconds after which they are asked for again"
+        "--every",
+        type=float,
+        default=EVERY,
+        metavar="S",
+        help=f"seconds after which they are asked for again (default {EVERY:.0f})",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 

@@ -48,7 +48,7 @@ class Case:
         for field in ("layers", "heads", "content", "block_size", "tokens", "in_flight"):
             value = getattr(self, field)
             if not isinstance(value, int) or not 1 <= value < 1 << 32:
-                raise BenchError(f"{self.name}: {field} is {value!r}, not a positive number")
+                raise BenchError(f"{self.name}: {field} is {value!r}, not 1 to {(1 << 32) - 1}")
         if not 0 <= self.threads <= 1024:
             raise BenchError(f"{self.name}: {self.threads} threads; there can be 1 to 1024")
         if self.dtype not in ELEMENT_BYTES:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import kvxfer
+from kvxfer._numbers import format_bytes
 from kvxfer._terminal import printable
 from kvxfer.bench import channel as channels
 from kvxfer.bench.case import BenchError, Case
@@ -86,8 +87,8 @@ class Visit:
         available = available_bytes()
         if available is not None and case.pool_bytes > available:
             raise BenchError(
-                f"{case.name} needs {case.pool_bytes >> 20} MiB, of which {available >> 20} are "
-                "available"
+                f"{case.name} needs {format_bytes(case.pool_bytes)} of memory; "
+                f"{format_bytes(available)} are available: choose fewer blocks or tokens"
             )
         pool = Pool(case)
         pool.fill()

@@ -21,17 +21,40 @@ LONGEST = 1_000_000
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which requests are sent."""
-    parser.add_argument("setup", help="JSON file with engines, link and SLO")
-    parser.add_argument("--trace", help="trace of requests; without it they are generated")
-    parser.add_argument("--limit", type=int, help="only the first requests of the trace")
-    parser.add_argument("--rate", type=float, help="requests a second; default: the trace's")
-    parser.add_argument("--count", type=int, default=500, help="requests to generate")
     parser.add_argument(
-        "--prompt", default="2000:0.8", help="tokens of a prompt: MEAN, or MEAN:SIGMA (log-normal)"
+        "setup",
+        metavar="SETUP",
+        help="JSON file with engines, link and SLO: docs/serving.md has one",
     )
-    parser.add_argument("--output", default="250:0.8", help="tokens of an answer, likewise")
-    parser.add_argument("--seed", type=int, default=0, help="of what is generated")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="requests as they came: of Mooncake, Azure, Vidur, vLLM's log or benchmark (default: "
+        "they are generated)",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first requests of the trace"
+    )
+    parser.add_argument("--rate", type=float, help="requests a second (default: the trace's, or 1)")
+    parser.add_argument(
+        "--count", type=int, default=500, metavar="N", help="requests to generate (default 500)"
+    )
+    parser.add_argument(
+        "--prompt",
+        default="2000:0.8",
+        metavar="TOKENS",
+        help="of a prompt: MEAN, or MEAN:SIGMA for log-normal ones (default 2000:0.8)",
+    )
+    parser.add_argument(
+        "--output",
+        default="250:0.8",
+        metavar="TOKENS",
+        help="of an answer, likewise (default 250:0.8)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of what is generated (default 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def workload_of(options: argparse.Namespace) -> Workload:

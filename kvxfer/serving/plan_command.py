@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer._help import manual
 from kvxfer.errors import InvalidError
-from kvxfer.serving.checks import positive
+from kvxfer.serving.checks import at_least, positive
 from kvxfer.serving.options import STATUS, add_load_arguments, workload_of
 from kvxfer.serving.promise import Promise
 
@@ -68,17 +68,37 @@ CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.2)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer plan``."""
     add_load_arguments(parser)
-    parser.add_argument("--gpus", type=int, required=True, help="how many there are at most")
-    parser.add_argument("--serve", type=float, help="requests a second that have to be served")
-    parser.add_argument("--share", type=float, default=0.9, help="of requests within the SLO")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="how many there are at most"
+    )
+    parser.add_argument(
+        "--serve",
+        type=float,
+        metavar="RATE",
+        help="requests a second that have to be served, on as few GPUs as will do (default: as "
+        "many requests as possible)",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="of requests that have to be within the SLO (default 0.9)",
+    )
     parser.add_argument(
         "--promise",
         choices=[promise.value for promise in Promise],
         default=Promise.JOINT.value,
-        help="whether the share meets TTFT and TPOT together, or each for itself",
+        help="whether the share meets TTFT and TPOT together, or each for itself (default joint)",
     )
-    parser.add_argument("--confirm", type=int, default=4, help="how many candidates to simulate")
-    parser.add_argument("--plot", help="write latency over throughput to this SVG file")
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        default=4,
+        metavar="N",
+        help="how many candidates to simulate (default 4)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw latency over throughput, as SVG")
     parser.add_argument(
         "--placement",
         action="append",
@@ -94,6 +114,9 @@ def run(options: argparse.Namespace) -> int:
     from kvxfer.serving.report import candidate_row, plan_text
     from kvxfer.serving.setup_file import read_setup
 
+    at_least("--confirm", options.confirm)
+    if options.plot and not Path(options.plot).absolute().parent.is_dir():
+        raise InvalidError(f"--plot {options.plot}: its folder does not exist")
     setup = read_setup(options.setup)
     question = Question(
         workload_of(options),
@@ -114,7 +137,11 @@ def run(options: argparse.Namespace) -> int:
         text = "\n".join([plan_text(answer, shifts(question)), *_placements(options, question)])
     sys.stdout.write(text + "\n")
     if options.plot:
-        Path(options.plot).write_text(_plot(answer), encoding="utf-8")
+        drawn = _plot(answer)
+        try:
+            Path(options.plot).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise InvalidError(f"--plot {options.plot}: {error.strerror}") from error
     return 3 if answer.infeasible else 0
 
 

@@ -38,6 +38,8 @@ class Question:
 
     def __post_init__(self) -> None:
         at_least("gpus", self.gpus, 1)
+        if not 0 < self.share <= 1:
+            raise InvalidError(f"share is {self.share!r}, not above 0 and at most 1")
         roles = [spec.role for spec in self.engines]
         if len(set(roles)) != len(roles):
             raise InvalidError("two kinds of engine have the same role; a plan takes one for each")

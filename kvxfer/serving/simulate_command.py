@@ -22,13 +22,22 @@ POLICIES = ("local", "remote", "threshold:2000", "decide")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_load_arguments(parser)
-    parser.add_argument("--fleet", required=True, help="2P1D, 2P1D+1A or 4A")
+    parser.add_argument(
+        "--fleet",
+        required=True,
+        help="engines that prefill, decode, or do all: 2P1D, 2P1D+1A or 4A",
+    )
     parser.add_argument(
         "--policy",
         default="decide",
         help="decide, local, remote, threshold:TOKENS, or all of them: all (default: decide)",
     )
-    parser.add_argument("--concurrency", type=int, help="clients of a closed loop")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="clients, each of which waits for its answer (default: requests come when they come)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

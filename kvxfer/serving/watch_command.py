@@ -19,35 +19,63 @@ from kvxfer.serving.prometheus import CONTENT_TYPE, Registry
 from kvxfer.serving.setup_file import Setup, read_setup
 from kvxfer.serving.sim import Role
 
+_LIMITS = {
+    "min_prefill": ("N", "prefill engines that there are at least"),
+    "min_decode": ("N", "decode engines that there are at least"),
+    "headroom": ("SHARE", "how busy engines are to be at most"),
+    "consolidate": ("SHARE", "how busy the others may be when one is taken away"),
+    "cooldown_up": ("S", "seconds after a change until more are advised"),
+    "cooldown_down": ("S", "seconds after a change until fewer are advised"),
+    "warmup": ("S", "seconds that are looked at before the first advice, and after a change"),
+    "window": ("S", "seconds over which the load is averaged"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer plan watch``."""
-    parser.add_argument("setup", help="JSON file with engines, link and SLO, as for `kvxfer plan`")
+    parser.add_argument(
+        "setup", metavar="SETUP", help="JSON file with engines, link and SLO, as for `kvxfer plan`"
+    )
     parser.add_argument(
         "--prefill",
         action="append",
         default=[],
         metavar="URL",
-        help="may be repeated",
+        help="of a prefill engine; may be repeated",
     )
     parser.add_argument(
-        "--decode", action="append", default=[], metavar="URL", help="of an engine; may be repeated"
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of a decode engine; may be repeated",
     )
-    parser.add_argument("--gpus", type=int, required=True, help="how many there are at most")
-    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two looks")
-    parser.add_argument("--count", type=int, help="looks after which it ends; default: none")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="how many there are at most"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between two looks (default 10)",
+    )
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="looks after which it ends (default: none)"
+    )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="serve the advice as metrics; port 0: any"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    for field in dataclasses.fields(Limits):
-        if field.name == "gpus":
-            continue
-        kind = int if isinstance(field.default, int) else float
+    defaults = {field.name: field.default for field in dataclasses.fields(Limits)}
+    for name, (metavar, about) in _LIMITS.items():
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), type=kind, default=field.default,
-            help="default: %(default)s",
-        )  # fmt: skip
+            "--" + name.replace("_", "-"),
+            type=int if metavar == "N" else float,
+            default=defaults[name],
+            metavar=metavar,
+            help=f"{about} (default {defaults[name]:g})",
+        )
 
 
 class Exposition:
@@ -144,6 +172,9 @@ def run(
     """Watch until it is interrupted, or for as many looks as asked."""
     if not options.prefill or not options.decode:
         raise InvalidError("give the engines to watch with --prefill URL and --decode URL")
+    for url in (*options.prefill, *options.decode):
+        if not url.startswith(("http://", "https://")):
+            raise InvalidError(f"{url!r} is no engine; write http://HOST:PORT")
     positive("--interval", options.interval)
     names = [field.name for field in dataclasses.fields(Limits)]
     limits = Limits(**{name: getattr(options, name) for name in names})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from kvxfer._help import manual
@@ -43,7 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     vars(model)["completer"] = lambda **_: list(CONFIGS)  # for kvxfer completion
     parser.add_argument("--list", action="store_true", help="print the built-in names and exit")
     parser.add_argument(
-        "--tokens", type=_tokens, default=32768, metavar="N", help="of the prompt (default 32k)"
+        "--tokens",
+        type=_tokens,
+        default=32768,
+        metavar="N",
+        help="of the prompt; 1k are 1024 (default 32k)",
     )
     parser.add_argument(
         "--tp",
@@ -89,26 +95,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _wrapped(names: list[str]) -> str:
-    lines = [""]
-    for name in names:
-        if len(lines[-1]) + len(name) > 88:
-            lines.append("")
-        lines[-1] += f"{', ' if lines[-1] else ''}{name}"
-    return ",\n  ".join(lines)
+    width = min(88, shutil.get_terminal_size().columns - 4)
+    return "\n  ".join(textwrap.wrap(", ".join(names), width, break_on_hyphens=False))
 
 
 def _tokens(text: str) -> int:
     thousands = text[-1:] in ("k", "K")
-    value = positive(text[:-1]) << 10 if thousands else positive(text)
-    if value >= 1 << 32:
-        raise ValueError(text)
+    digits = text[:-1] if thousands else text
+    value = int(digits) << (10 if thousands else 0) if digits.isdecimal() else 0
+    if not 1 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, as 4096 or 32k")
     return value
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens a second")
     return value
 
 

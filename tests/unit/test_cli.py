@@ -65,7 +65,13 @@ def test_each_command_has_help_of_one_form(name):
 
 
 def test_sizes_in_help_are_readable():
-    assert "of a request; default: 64 MiB" in " ".join(run("gateway", "--help").stdout.split())
+    assert "of a request (default 64 MiB)" in " ".join(run("gateway", "--help").stdout.split())
+
+
+def test_a_port_that_is_none():
+    done = run("gateway", "--decode", "http://127.0.0.1:9", "--port", "99999")
+    assert done.returncode == 2
+    assert "'99999' is no port" in done.stderr
 
 
 def test_version():

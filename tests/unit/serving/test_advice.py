@@ -348,14 +348,18 @@ def test_the_command_advises_and_exports(setup, monkeypatch, capsys) -> None:
     assert found.total("kvxfer_plan_reason") == 1
 
 
+P, D = "http://p", "http://d"
+
+
 @pytest.mark.parametrize(
     ("more", "what"),
     [
         (["--gpus", "8"], "--prefill"),
-        (["--gpus", "8", "--prefill", "p", "--decode", "d", "--interval", "0"], "--interval"),
-        (["--gpus", "0", "--prefill", "p", "--decode", "d"], "gpus"),
-        (["--gpus", "1", "--prefill", "p", "--decode", "d", "--count", "1"], "GPUs"),
-        (["--gpus", "8", "--prefill", "p", "--decode", "d", "--listen", "x"], "HOST:PORT"),
+        (["--gpus", "8", "--prefill", "p", "--decode", D], "'p' is no engine"),
+        (["--gpus", "8", "--prefill", P, "--decode", D, "--interval", "0"], "--interval"),
+        (["--gpus", "0", "--prefill", P, "--decode", D], "gpus"),
+        (["--gpus", "1", "--prefill", P, "--decode", D, "--count", "1"], "GPUs"),
+        (["--gpus", "8", "--prefill", P, "--decode", D, "--listen", "x"], "HOST:PORT"),
     ],
 )
 def test_the_command_says_what_is_wrong(setup, more, what, capsys) -> None:

@@ -144,6 +144,20 @@ def test_what_is_wrong_with_a_setup(content, message, tmp_path, capsys) -> None:
         (["--fleet", "1A", "--concurrency", "0"], "concurrency is 0"),
     ],
 )
-def test_what_is_wrong_with_options(setup, arguments, message, capsys) -> None:
+def test_what_is_wrong_with_options_of_simulate(setup, arguments, message, capsys) -> None:
     assert simulate_command.main([setup, *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--share", "2"], "share is 2.0, not above 0 and at most 1"),
+        (["--confirm", "-1"], "--confirm is -1"),
+        (["--plot", "/nowhere/plan.svg"], "its folder does not exist"),
+        (["--gpus", "0"], "gpus is 0"),
+    ],
+)
+def test_what_is_wrong_with_options_of_plan(setup, arguments, message, capsys) -> None:
+    assert plan_command.main([setup, "--gpus", "8", *arguments]) == 1
     assert message in capsys.readouterr().err

@@ -277,15 +277,16 @@ def test_links(text, name, rate):
     [
         ([], "name a MODEL"),
         (["llama-3-80b"], "llama-3-70b"),
-        (["llama-3-70b", "--tokens", "0"], "--tokens"),
-        (["llama-3-70b", "--tokens", "many"], "--tokens"),
+        (["llama-3-70b", "--tokens", "0"], "'0' is not a number of tokens, as"),
+        (["llama-3-70b", "--tokens", "many"], "'many' is not a number of tokens, as"),
+        (["llama-3-70b", "--tp", "0"], "'0' is not a whole number from 1 on"),
         (["llama-3-70b", "--tp", "3"], "can't be shared out"),
         (["llama-3-70b", "--dtype", "int4"], "'int4' is not known"),
         (["llama-3-70b", "--dtype", "fp8", "--codec", "int8"], "travels as it is"),
         (["llama-3-70b", "--codec", "zip"], "'zip' is not known"),
         (["llama-3-70b", "--codec", "auto"], "name one"),
         (["llama-3-70b", "--link", "fast"], "write NAME=RATE"),
-        (["llama-3-70b", "--prefill-rate", "-1"], "--prefill-rate"),
+        (["llama-3-70b", "--prefill-rate", "-1"], "'-1' is not a number of tokens a second"),
     ],
 )
 def test_bad_arguments(arguments, said):
@@ -314,6 +315,16 @@ def test_as_a_user_runs_it():
     for shown in ("10.00 GiB", "5.00 GiB", "8.59 s", "4.29 s"):
         assert shown in done.stdout
     assert run("--list").stdout.split() == list(CONFIGS)
+
+
+def test_tables_fit_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("kvxfer.sizing.report.columns", lambda most: 60)
+    assert cli.main(["size", "llama-3-70b", "--prefill-rate", "5000"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 60 for line in shown.splitlines() if "  " in line)
+    assert shown.count("NVLink 4") == shown.count("10 GbE") == 3
+    for figure in ("8.59 s", "11.9 ms", "2.75M"):
+        assert figure in shown
 
 
 def test_it_needs_nothing_that_is_compiled():
