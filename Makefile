@@ -3,6 +3,7 @@
 
 PY := .venv/bin/python
 ARGS ?=
+UCX_WHEEL = $(wildcard .venv/lib/python3*/site-packages/libucx/lib)
 CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(folder)/*.h $(folder)/*.cc))
 
 .DEFAULT_GOAL := help
@@ -31,7 +32,7 @@ demo: build  ## move a KV cache between two processes (ARGS="--json" passes opti
 
 test: build-tests  ## run the C++ tests, then the Python tests (ARGS="-k tcp" goes to pytest)
 	@echo "==> C++ tests"
-	@build/release/kvxfer_tests --no-intro
+	@$(if $(UCX_WHEEL),KVXFER_UCX_PATH=$(abspath $(UCX_WHEEL))) build/release/kvxfer_tests --no-intro
 	@echo "==> GPU kernels, as fibers on the CPU"
 	@build/release/kvxfer_gpu_tests_32 --no-intro
 	@build/release/kvxfer_gpu_tests_64 --no-intro

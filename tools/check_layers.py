@@ -33,6 +33,7 @@ PUBLIC_HEADERS = {
     "panel_plan.h": "pack",
     "pack.h": "pack",
     "transport.h": "transport",
+    "ucx.h": "transport",
     "verbs.h": "transport",
     "trace.h": "engine",
     "agent.h": "engine",

@@ -246,7 +246,7 @@ TEST_CASE("engine: a fetch in two parts at one agent counts as one consumer") {
       const Fetch fetch = pair.consumer.fetch(spec);
       REQUIRE(fetch.wait(20));
       REQUIRE_MESSAGE(fetch.status().ok(), fetch.status().message);
-      CHECK(fetch.report().transport == transport);
+      CHECK(fetch.report().transport == kind_of(transport));
       CHECK(same_tokens(source, blocks, target, blocks, 480));
       CHECK(offer.wait(10));
       CHECK(offer.outcome().ok());

@@ -208,6 +208,11 @@ inline std::vector<std::string> transports() {
   return names;
 }
 
+// What Link::transport() says: "tcp" of "tcp6", "ucx" of "ucx-shm".
+inline std::string kind_of(const std::string& name) {
+  return name.starts_with("tcp") ? "tcp" : name.substr(0, name.find('-'));
+}
+
 // Both ends of a link of the named transport: the consumer has an arena, the producer writes into
 // it.
 struct LinkPair {

@@ -53,7 +53,7 @@ void for_each_transport(Test test) {
 TEST_CASE("links say what they are") {
   for_each_transport([](const std::string& name) {
     LinkPair pair(name);
-    CHECK(std::string(pair.producer->transport()) == (name.starts_with("tcp") ? "tcp" : name));
+    CHECK(std::string(pair.producer->transport()) == kind_of(name));
     CHECK(pair.producer->describe().starts_with(pair.producer->transport()));
     CHECK(pair.consumer->one_sided() == (name == "shm" || name == "verbs"));
     CHECK_FALSE(pair.producer->one_sided());
