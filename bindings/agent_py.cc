@@ -103,6 +103,8 @@ CodecSpec make_codec_spec(const std::string& codec, std::optional<uint32_t> pane
 }
 
 void register_options(py::module_& module) {
+  py::class_<Link, std::shared_ptr<Link>>(module, "Link").def("describe", &Link::describe);
+
   py::class_<AgentOptions>(module, "AgentOptions")
       .def(py::init<>())
       .def_readwrite("name", &AgentOptions::name)
@@ -310,6 +312,13 @@ void register_agent(py::module_& module) {
           },
           py::kw_only(), py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"),
           py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil())
+      .def(
+          "attach",
+          [](Agent& agent, PeerId peer, const std::shared_ptr<Link>& link, uint64_t incarnation,
+             bool inbound,
+             const std::string& why) { agent.attach(peer, link, incarnation, inbound, why); },
+          py::kw_only(), py::arg("peer"), py::arg("link"), py::arg("incarnation"),
+          py::arg("inbound"), py::arg("why"), NoGil())
       .def_static(
           "attach_loopback",
           [](Agent& consumer, PeerId consumer_peer, uint64_t consumer_incarnation, Agent& producer,

@@ -14,4 +14,7 @@ PYBIND11_MODULE(_core, module) {
 #ifdef KVXFER_HAVE_VERBS
   kvxfer::bindings::register_verbs(module);
 #endif
+#ifdef KVXFER_HAVE_UCX
+  kvxfer::bindings::register_ucx(module);
+#endif
 }

@@ -17,6 +17,7 @@ void register_panel(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_agent(pybind11::module_& module);
 void register_verbs(pybind11::module_& module);  // where the build has the verbs transport
+void register_ucx(pybind11::module_& module);    // where the build has the ucx transport
 
 }  // namespace kvxfer::bindings
 

@@ -126,12 +126,12 @@ void register_verbs(py::module_& module) {
 
   module.def("verbs_rails", &list_verbs_rails, py::arg("options"), NoGil());
 
-  py::class_<Link, std::shared_ptr<Link>>(module, "VerbsLink").def("describe", &Link::describe);
-
   py::class_<Endpoint, std::unique_ptr<Endpoint, DeleteWithoutGil<Endpoint>>>(module,
                                                                               "VerbsEndpoint")
       .def_property_readonly("address",
                              [](const Endpoint& endpoint) { return py::bytes(endpoint.address()); })
+      .def_property_readonly("lanes", [](const Endpoint&) { return py::list(); })
+      .def_property_readonly("rdma", [](const Endpoint&) { return true; })
       .def(
           "connect",
           [](Endpoint& endpoint, int control_fd, const py::bytes& remote) {
@@ -154,15 +154,6 @@ void register_verbs(py::module_& module) {
                 new Endpoint(verbs, with_arena));
           },
           py::arg("with_arena"), py::keep_alive<0, 1>());
-
-  // Added from here, so that a build without the transport has none of it.
-  const py::object agent = module.attr("Agent");
-  agent.attr("attach_verbs") = py::cpp_function(
-      [](Agent& self, PeerId peer, const std::shared_ptr<Link>& link, uint64_t incarnation,
-         bool inbound,
-         const std::string& why) { self.attach(peer, link, incarnation, inbound, why); },
-      py::name("attach_verbs"), py::is_method(agent), py::kw_only(), py::arg("peer"),
-      py::arg("link"), py::arg("incarnation"), py::arg("inbound"), py::arg("why"), NoGil());
 }
 
 }  // namespace kvxfer::bindings

@@ -458,6 +458,11 @@ class Fetch:
         """A descriptor that becomes readable when done. The fetch owns it."""
     def report(self) -> FetchReport: ...
 
+class Link:
+    """A connection for attach(); ends with its last reference when it is not handed over."""
+
+    def describe(self) -> str: ...
+
 class Agent:
     """One endpoint of transfers. Thread-safe; holds the GIL in no call that can block."""
 
@@ -555,10 +560,8 @@ class Agent:
         faults: LoopbackFaults,
     ) -> None:
         """Connect two agents of this process; each peer is what its agent calls the other."""
-    def attach_verbs(
-        self, *, peer: int, link: VerbsLink, incarnation: int, inbound: bool, why: str
-    ) -> None:
-        """Hand over a link over RDMA. Not in a build without verbs."""
+    def attach(self, *, peer: int, link: Link, incarnation: int, inbound: bool, why: str) -> None:
+        """Hand over a link that an endpoint made."""
     def fail_peer(self, peer: int, status: str, message: str) -> None:
         """End a connection: what waits for it fails with that status."""
     def peer_alive(self, peer: int) -> bool:
@@ -641,7 +644,12 @@ class VerbsEndpoint:
     @property
     def address(self) -> bytes:
         """For the peer, which must have proved itself: it opens the arena to whoever has it."""
-    def connect(self, *, control_fd: int, remote: bytes) -> VerbsLink:
+    @property
+    def lanes(self) -> list[str]:
+        """Empty: that it is RDMA says enough."""
+    @property
+    def rdma(self) -> bool: ...
+    def connect(self, *, control_fd: int, remote: bytes) -> Link:
         """Connect to the peer with that address; once. Owns the descriptor from the call on.
 
         Raises TransferError when the address is malformed or out of reach, or ResourceError.
@@ -649,7 +657,50 @@ class VerbsEndpoint:
     def close(self) -> None:
         """Let it go, with the keys that its address names, unless it is connected."""
 
-class VerbsLink:
-    """A connection for attach_verbs(); ends with its last reference when it is not handed over."""
+# --- bindings/ucx_py.cc; not in a build without ucx ---
 
-    def describe(self) -> str: ...
+class UcxInfo:
+    """Which UCX was found, and what it could use here."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def resources(self) -> list[str]:
+        """As tcp/eth0, rc_verbs/mlx5_0:1."""
+    @property
+    def rdma(self) -> bool:
+        """Whether one of them is."""
+
+def ucx_info(libraries: Sequence[str]) -> UcxInfo:
+    """Load UCX, from one of these files if there is no other. Raises ResourceError."""
+
+class Ucx:
+    """UCX as one agent uses it. Thread-safe; keeps its agent alive."""
+
+    def __init__(self, agent: Agent, libraries: Sequence[str], timeout: float) -> None:
+        """Raises ResourceError. A producer waits so many seconds for its consumer."""
+    def endpoint(self, with_arena: bool) -> UcxEndpoint:
+        """Make one side of a connection: the consumer's, which has the arena, or the producer's."""
+
+class UcxEndpoint:
+    """One side of a connection that is being made. Not thread-safe."""
+
+    @property
+    def address(self) -> bytes:
+        """For the peer, which must have proved itself; a producer's once that is connected."""
+    @property
+    def lanes(self) -> list[str]:
+        """What UCX has chosen, once connected."""
+    @property
+    def rdma(self) -> bool:
+        """Whether all of these are."""
+    def connect(self, *, control_fd: int, remote: bytes) -> Link:
+        """Connect to the peer with that address; once, the producer first.
+
+        Owns the descriptor from the call on. Raises TransferError when the address is malformed or
+        nobody answers there, or ResourceError.
+        """
+    def close(self) -> None:
+        """Let it go, with the keys that its address names, unless it is connected."""

@@ -24,13 +24,13 @@ from kvxfer.codecs import Codec
 from kvxfer.config import Config, check_require
 from kvxfer.cover import Part, Ranks, cover
 from kvxfer.errors import ClosedError, ConfigError, InvalidError, TicketError, TransferError
+from kvxfer.fabrics import Fabrics
 from kvxfer.handles import Fetch, Offer
 from kvxfer.handshake import Identity, bind_to_interface
 from kvxfer.listener import Listener
 from kvxfer.peers import LOOPBACK, Peers
 from kvxfer.telemetry import FailureTraces, Metrics, metrics_of, write_trace
 from kvxfer.ticket import AgentRef, ParsedTicket, Ticket, issue_ticket, parse_ticket
-from kvxfer.verbs import Adapters
 
 _MAX_NAME = 1024  # bytes that the wire carries
 
@@ -96,8 +96,8 @@ class Agent:
             bind_to_interface(probe, self._config)
         options = self._config.core_options(name, self._identity.incarnation)
         self._core = _core.Agent(options)
-        self._adapters = Adapters(self._core, self._config)
-        self._peers = Peers(self._core, self._identity, self._config, self._adapters, self._lock)
+        self._fabrics = Fabrics(self._core, self._config)
+        self._peers = Peers(self._core, self._identity, self._config, self._fabrics, self._lock)
         try:
             if listen is None:
                 self._address: str | None = None
@@ -105,7 +105,7 @@ class Agent:
                 self._address = self._peers.listen()
             else:
                 self._listener = Listener(
-                    self._core, self._identity, self._config, self._adapters, listen
+                    self._core, self._identity, self._config, self._fabrics, listen
                 )
                 self._address = self._listener.address
         except BaseException:
@@ -517,7 +517,7 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         self._core.close()
-        self._adapters.close()
+        self._fabrics.close()
         self._caches.clear()
         self._kept.clear()
         _agents.discard(self)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from kvxfer import ucx
 from kvxfer.codecs import Codec
 from kvxfer.errors import ConfigError, InvalidError, ResourceError
 from kvxfer.verbs import rails
@@ -115,8 +116,10 @@ def check_require(require: str, transport: str) -> None:
         )
     if require != "rdma":
         raise ConfigError(f"require={require!r} is not known; there are rdma and gpudirect-rdma")
-    if transport not in ("auto", "verbs"):
-        raise ConfigError(f"require='rdma' contradicts transport={transport!r}: say auto or verbs")
+    if transport not in ("auto", "verbs", "ucx"):
+        raise ConfigError(
+            f"require='rdma' contradicts transport={transport!r}: say auto, verbs or ucx"
+        )
 
 
 def _default_threads() -> int:
@@ -140,7 +143,7 @@ class Config:
         "KVXFER_TRANSPORT",
         "auto",
         "name",
-        "transport to use; auto takes shm on one host, else verbs, else tcp",
+        "transport to use; auto takes shm on one host, else verbs, else ucx over RDMA, else tcp",
     )
     require: str | None = _knob(
         "KVXFER_REQUIRE",
@@ -275,19 +278,15 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.metadata["kind"])
-        if self.transport not in ("auto", "shm", "verbs", "tcp", "loopback"):
+        if self.transport not in ("auto", "shm", "verbs", "ucx", "tcp", "loopback"):
             raise ConfigError(
                 f"transport {self.transport!r} is not known; "
                 "kvxfer.transports() lists what there is"
             )
         if self.require is not None:
             check_require(self.require, self.transport)
-        if self.transport == "verbs" or self.require is not None:
-            try:
-                rails(self)
-            except ResourceError as error:
-                asked = f"require={self.require!r}" if self.require else "transport 'verbs'"
-                raise ConfigError(f"{asked} cannot be had here: {error}") from error
+        if self.transport in ("verbs", "ucx") or self.require is not None:
+            self._check_fabric()
         if self.arena_bytes < self.chunk_bytes:
             raise ConfigError(
                 f"arena_bytes is {self.arena_bytes}, less than one chunk of {self.chunk_bytes}: "
@@ -310,6 +309,21 @@ class Config:
             Codec.parse(self.codec)
         except InvalidError as error:
             raise ConfigError(str(error)) from None
+
+    def _check_fabric(self) -> None:
+        """Raise ConfigError where what was asked for can't be had on this host."""
+        asked = f"require={self.require!r}" if self.require else f"transport {self.transport!r}"
+        why_not = None
+        if self.transport != "ucx":
+            try:
+                rails(self)
+            except ResourceError as error:
+                why_not = str(error)
+        if self.transport == "ucx" or (self.transport == "auto" and why_not is not None):
+            problem = ucx.problem(rdma=self.require is not None)
+            why_not = None if problem is None else why_not or problem
+        if why_not is not None:
+            raise ConfigError(f"{asked} cannot be had here: {why_not}")
 
     def replace(self, **changes: Any) -> Config:  # noqa: ANN401 - any of the fields
         """Return a copy with some knobs changed."""

@@ -10,6 +10,7 @@ import socket
 from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.errors import Error, HandshakeError, ResourceError, Status
+from kvxfer.fabrics import NAMES, Fabrics, shortfall
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -27,9 +28,6 @@ from kvxfer.handshake import (
     session_token,
     split_address,
 )
-from kvxfer.verbs import Adapters
-
-RDMA = ("verbs",)  # what require="rdma" is content with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +35,30 @@ class Connection:
     """What a handshake has come to."""
 
     identity: Identity
-    transport: str
+    rdma: bool
 
 
 def allowed_transports(config: Config) -> list[str]:
     """Return the transports that these settings allow, best first."""
-    allowed = ["shm", "verbs", "tcp"] if config.transport == "auto" else [config.transport]
-    return [name for name in allowed if config.require is None or name in RDMA]
+    allowed = ["shm", *NAMES, "tcp"] if config.transport == "auto" else [config.transport]
+    return [name for name in allowed if config.require is None or name in NAMES]
 
 
-def offered_transports(config: Config, adapters: Adapters) -> tuple[list[str], str | None]:
-    """Return those of them that can be used, and why verbs can't, if it can't."""
-    allowed = allowed_transports(config)
-    problem = adapters.problem() if "verbs" in allowed else None
-    return [name for name in allowed if name != "verbs" or problem is None], problem
+def offered_transports(config: Config, fabrics: Fabrics) -> tuple[list[str], dict[str, str]]:
+    """Return those of them that can be used, and by name why others can't."""
+    offered: list[str] = []
+    problems: dict[str, str] = {}
+    for name in allowed_transports(config):
+        if name == "ucx" and "verbs" in offered:
+            continue  # it could do no more
+        if name in NAMES:
+            rdma = config.transport != "ucx" or config.require is not None
+            problem = fabrics.problem(name, rdma=rdma)
+            if problem is not None:
+                problems[name] = problem
+                continue
+        offered.append(name)
+    return offered, problems
 
 
 def connect(
@@ -58,7 +66,7 @@ def connect(
     peer: int,
     identity: Identity,
     config: Config,
-    adapters: Adapters,
+    fabrics: Fabrics,
     address: str,
     name: str,
     incarnation: int | None,
@@ -79,7 +87,7 @@ def connect(
     try:
         with _dial(address, config, deadline) as sock:
             return _converse(
-                core, peer, identity, config, adapters, address, name, incarnation, sock, deadline
+                core, peer, identity, config, fabrics, address, name, incarnation, sock, deadline
             )
     except TimeoutError:
         raise HandshakeError(
@@ -113,17 +121,20 @@ def _converse(
     peer: int,
     identity: Identity,
     config: Config,
-    adapters: Adapters,
+    fabrics: Fabrics,
     address: str,
     name: str,
     incarnation: int | None,
     sock: socket.socket,
     deadline: Deadline,
 ) -> Connection:
-    offered, no_verbs = offered_transports(config, adapters)
+    offered, problems = offered_transports(config, fabrics)
     if not offered:
-        asked = f"require={config.require!r}" if config.require else "transport 'verbs'"
-        raise HandshakeError(f"{asked} cannot be had here: {no_verbs}", Status.NO_RESOURCES)
+        asked = (
+            f"require={config.require!r}" if config.require else f"transport {config.transport!r}"
+        )
+        why_not = "; ".join(problems.values())
+        raise HandshakeError(f"{asked} cannot be had here: {why_not}", Status.NO_RESOURCES)
     hello: Frame = {
         "kvxfer": PROTOCOL,
         "kind": "peer",
@@ -133,8 +144,8 @@ def _converse(
         "transports": offered,
         "streams": config.tcp_streams,
     }
-    if no_verbs is not None:
-        hello["no_verbs"] = str(problem_frame(no_verbs)["problem"])
+    if "verbs" in problems:
+        hello["no_verbs"] = str(problem_frame(problems["verbs"])["problem"])
     send_frame(sock, hello, deadline)
     reply = recv_frame(sock, deadline)
     if reply["kvxfer"] != PROTOCOL:
@@ -156,16 +167,15 @@ def _converse(
     key = transcript.session_key()
     session, why = str(chosen["session"]), str(chosen["why"])
     transport = str(chosen["transport"])
-    if transport == "verbs":
-        link = _open_verbs(adapters, sock, deadline)
-        if not isinstance(link, str):
-            core.attach_verbs(
-                peer=peer, link=link, incarnation=found.incarnation, inbound=False, why=why
-            )
-            return Connection(found, "verbs")
+    if transport in NAMES:
+        opened = _open_fabric(fabrics, transport, sock, deadline, rdma=config.require is not None)
+        if not isinstance(opened, str):
+            link, rdma = opened
+            core.attach(peer=peer, link=link, incarnation=found.incarnation, inbound=False, why=why)
+            return Connection(found, rdma)
         if not chosen["fallback"]:
-            raise HandshakeError(f"verbs was asked for, but: {link}")
-        transport, why = "tcp", f"verbs cannot be: {link}"
+            raise HandshakeError(f"{transport} was asked for, but: {opened}")
+        transport, why = "tcp", f"{transport} cannot be: {opened}"
     if transport == "shm":
         control = _open_shm(core, str(chosen["socket"]), session, key, deadline)
         core.attach_shm(
@@ -190,15 +200,18 @@ def _converse(
         )
     else:
         raise HandshakeError(f"{address} chose {transport!r:.80}, which is not known here")
-    return Connection(found, transport)
+    return Connection(found, rdma=False)
 
 
-def _open_verbs(
-    adapters: Adapters, sock: socket.socket, deadline: Deadline
-) -> _core.VerbsLink | str:
-    """Return the link, which has a descriptor of `sock` of its own, or what its problem is."""
+def _open_fabric(
+    fabrics: Fabrics, transport: str, sock: socket.socket, deadline: Deadline, *, rdma: bool
+) -> tuple[_core.Link, bool] | str:
+    """Return a link and whether it is RDMA, or what the problem is.
+
+    The link has a descriptor of `sock` of its own.
+    """
     try:
-        endpoint = adapters.endpoint(with_arena=True)
+        endpoint = fabrics.endpoint(transport, with_arena=True)
     except Error as error:
         problem = f"the consumer: {error}"
         send_frame(sock, problem_frame(problem), deadline)
@@ -211,12 +224,17 @@ def _open_verbs(
         try:
             link = endpoint.connect(control_fd=os.dup(sock.fileno()), remote=remote)
         except Error as error:
-            problem = f"the consumer: {error}"
+            lack: str | None = str(error)
+        else:
+            lack = shortfall(endpoint, rdma=rdma)
+        if lack is not None:
+            problem = f"the consumer: {lack}"
             send_frame(sock, problem_frame(problem), deadline)
             return problem
+        found = link, endpoint.rdma
     send_frame(sock, {"connected": True}, deadline)
     tls.leave(sock, deadline)
-    return link
+    return found
 
 
 def _open_shm(

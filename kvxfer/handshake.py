@@ -8,8 +8,8 @@ The consumer connects to the producer's address and both exchange JSON frames::
     {proof} ->
                                              <- {transport, why, session, ...} or {error, status}
 
-With verbs, what the adapters need to know of each other follows, and either side may find that it
-cannot be, when TCP takes over if both allow that::
+With verbs and ucx, what the adapters need to know of each other follows, and either side may find
+that it cannot be, when TCP takes over if both allow that::
 
     {endpoint} or {problem} ->
                                              <- {endpoint} or {problem}

@@ -17,6 +17,7 @@ from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.connector import allowed_transports
 from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError, Status
+from kvxfer.fabrics import NAMES, Fabrics, shortfall
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -36,7 +37,6 @@ from kvxfer.handshake import (
     session_token,
     split_address,
 )
-from kvxfer.verbs import Adapters
 
 # Connections at once; more are turned away, so that nobody can fill the process with threads.
 _MAX_HANDSHAKES = 256
@@ -73,7 +73,7 @@ class Listener:
 
     Parameters
     ----------
-    core, identity, config, adapters
+    core, identity, config, fabrics
         Of the agent.
     listen
         ``"host:port"``; port 0 picks a free one.
@@ -84,7 +84,7 @@ class Listener:
         core: _core.Agent,
         identity: Identity,
         config: Config,
-        adapters: Adapters,
+        fabrics: Fabrics,
         listen: str,
     ) -> None:
         host, port = split_address(listen)
@@ -95,7 +95,7 @@ class Listener:
                 "or say insecure=True"
             )
         self._core, self._identity, self._config = core, identity, config
-        self._adapters = adapters
+        self._fabrics = fabrics
         self._sessions: dict[str, _Session] = {}
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
@@ -245,11 +245,12 @@ class Listener:
             self._sessions[name] = session
         try:
             send_frame(connection, chosen, deadline)
-            if transport == "verbs":
-                problem = self._attach_verbs(connection, session, deadline)
+            if transport in NAMES:
+                rdma = self._has_to_be_rdma(hello)
+                problem = self._attach_fabric(transport, connection, session, deadline, rdma=rdma)
                 if problem is None or not fallback:
                     return
-                transport, session.why = "tcp", f"verbs cannot be: {problem}"
+                transport, session.why = "tcp", f"{transport} cannot be: {problem}"
             if not session.complete.wait(deadline.remaining()):
                 return
             if transport == "tcp":
@@ -266,6 +267,11 @@ class Listener:
                 for stream in session.streams.values():
                     stream.close()
 
+    def _has_to_be_rdma(self, hello: Frame) -> bool:
+        """Return whether nobody has asked for ucx by its name, or somebody for RDMA."""
+        asked = ["ucx"] in (hello["transports"], allowed_transports(self._config))
+        return not asked or self._config.require is not None
+
     def _choose(self, hello: Frame) -> tuple[str, str]:
         theirs = [str(name) for name in hello["transports"]]
         ours = allowed_transports(self._config)
@@ -273,18 +279,27 @@ class Listener:
         common = [name for name in ours if name in theirs]
         if "shm" in common and same_host:
             return "shm", "both agents run on one host"
-        without = [f"the consumer: {hello['no_verbs']}"] if "no_verbs" in hello else []
-        if "verbs" in ours and (problem := self._adapters.problem()) is not None:
-            ours.remove("verbs")
-            common = [name for name in common if name != "verbs"]
-            without.append(f"the producer: {problem}")
+        without = [f"verbs for the consumer: {hello['no_verbs']}"] if "no_verbs" in hello else []
+        rdma = self._has_to_be_rdma(hello)
+        for name in [name for name in ours if name in NAMES]:
+            if name == "ucx" and (name not in common or "verbs" in common):
+                continue  # not wanted, so not loaded
+            if (problem := self._fabrics.problem(name, rdma=rdma)) is not None:
+                ours.remove(name)
+                common = [other for other in common if other != name]
+                without.append(f"{name} for the producer: {problem}")
         apart = "the agents run on different hosts, or in containers that share no network"
         if "verbs" in common:
             if "shm" in common:
                 return "verbs", f"{apart}, and both have RDMA adapters"
             set_to = "both agents are" if theirs == ours == ["verbs"] else "one of the agents is"
             return "verbs", f"{set_to} set to verbs"
-        reason = f"; no verbs for {', for '.join(without)}" if without else ""
+        if "ucx" in common:
+            if "shm" in common:
+                return "ucx", f"{apart}, and UCX reaches RDMA adapters that verbs does not"
+            set_to = "both agents are" if theirs == ours == ["ucx"] else "one of the agents is"
+            return "ucx", f"{set_to} set to ucx"
+        reason = "".join(f"; no {name}" for name in without)
         if "tcp" in common:
             if "shm" in common:
                 return "tcp", apart + reason
@@ -365,20 +380,30 @@ class Listener:
             if len(session.streams) == session.expected:
                 session.complete.set()
 
-    def _attach_verbs(
-        self, connection: socket.socket, session: _Session, deadline: Deadline
+    def _attach_fabric(
+        self,
+        transport: str,
+        connection: socket.socket,
+        session: _Session,
+        deadline: Deadline,
+        *,
+        rdma: bool,
     ) -> str | None:
         """Connect the adapters and hand the link over; return what the problem is, if any."""
         remote, said = recv_endpoint(connection, deadline)
         if said is not None:
             return said
         try:
-            with contextlib.closing(self._adapters.endpoint(with_arena=False)) as endpoint:
-                address = endpoint.address
+            with contextlib.closing(
+                self._fabrics.endpoint(transport, with_arena=False)
+            ) as endpoint:
                 # Before the consumer: once that has connected, there is no way back to TCP.
                 link = endpoint.connect(control_fd=os.dup(connection.fileno()), remote=remote)
+                address, lack = endpoint.address, shortfall(endpoint, rdma=rdma)
         except Error as error:
-            problem = f"the producer: {error}"
+            lack = str(error)
+        if lack is not None:
+            problem = f"the producer: {lack}"
             send_frame(connection, problem_frame(problem), deadline)
             return problem
         send_frame(connection, endpoint_frame(address), deadline)
@@ -388,7 +413,7 @@ class Listener:
         tls.leave(connection, deadline)
         peer = self._core.add_peer(session.peer.name)
         try:
-            self._core.attach_verbs(
+            self._core.attach(
                 peer=peer,
                 link=link,
                 incarnation=session.peer.incarnation,

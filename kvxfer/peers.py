@@ -7,11 +7,11 @@ import weakref
 
 from kvxfer import _core
 from kvxfer.config import Config
-from kvxfer.connector import RDMA, connect
+from kvxfer.connector import connect
 from kvxfer.errors import ClosedError, HandshakeError, ResourceError, Status
+from kvxfer.fabrics import Fabrics
 from kvxfer.handshake import Identity
 from kvxfer.ticket import AgentRef
-from kvxfer.verbs import Adapters
 
 LOOPBACK = "loopback:"
 
@@ -25,7 +25,7 @@ class Peer:
     def __init__(self, core_id: int) -> None:
         self.id = core_id
         self.identity: Identity | None = None
-        self.transport = ""
+        self.rdma = False
         self.failure: HandshakeError | None = None
         self.settled = threading.Event()
 
@@ -35,7 +35,7 @@ class Peers:
 
     Parameters
     ----------
-    core, identity, config, adapters
+    core, identity, config, fabrics
         Of the agent.
     lock
         The agent's: held by callers of `get` until what they start on the peer is in the core.
@@ -46,11 +46,11 @@ class Peers:
         core: _core.Agent,
         identity: Identity,
         config: Config,
-        adapters: Adapters,
+        fabrics: Fabrics,
         lock: threading.Lock,
     ) -> None:
         self._core, self._identity, self._config, self._lock = core, identity, config, lock
-        self._adapters = adapters
+        self._fabrics = fabrics
         # By address and name, and whether it has to be RDMA, by what connections require.
         self._connected: dict[tuple[str, str, str | None], Peer] = {}
         self._dialling: dict[tuple[AgentRef, str | None], Peer] = {}
@@ -98,7 +98,7 @@ class Peers:
             peer = self._connected.get((agent.address, agent.name, kind))
             if peer is None or not self._core.peer_alive(peer.id):
                 continue
-            if require is not None and peer.transport not in RDMA:
+            if require is not None and not peer.rdma:
                 continue
             assert peer.identity is not None
             if agent.incarnation in (None, peer.identity.incarnation):
@@ -126,12 +126,12 @@ class Peers:
                     peer.id,
                     self._identity,
                     self._config.replace(require=require),
-                    self._adapters,
+                    self._fabrics,
                     agent.address,
                     agent.name,
                     agent.incarnation,
                 )
-                peer.identity, peer.transport = connection.identity, connection.transport
+                peer.identity, peer.rdma = connection.identity, connection.rdma
         except HandshakeError as error:
             # Not that one itself: its traceback would keep what was being made alive.
             peer.failure = HandshakeError(str(error), error.status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from kvxfer import ucx
 from kvxfer.errors import ResourceError
 from kvxfer.verbs import rail_text, rails
 
@@ -35,17 +36,21 @@ def _verbs() -> Transport:
     return Transport("verbs", True, f"RDMA between hosts, here over {', '.join(found)}")
 
 
+def _ucx() -> Transport:
+    try:
+        found = ucx.info()
+    except ResourceError as error:
+        return Transport("ucx", False, str(error))
+    what = f"UCX {found.version} ({found.path}), here over {', '.join(found.resources)}"
+    return Transport("ucx", True, what)
+
+
 def transports() -> dict[str, Transport]:
     """Return all transports by name, those that cannot be used here too, with the reason."""
-    from kvxfer import _core  # only here: importing kvxfer loads no native code
-
     found = [
         Transport("loopback", True, "agents of one process; for tests"),
         _shm(),
         Transport("tcp", True, "any two hosts; several streams a peer"),
     ]
-    found += [
-        _verbs(),
-        Transport("ucx", False, _core.build_info()["back_ends"]["ucx"]["reason"]),
-    ]
+    found += [_verbs(), _ucx()]
     return {transport.name: transport for transport in found}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from kvtest import ucx
 from kvtest.agents import BETWEEN_PROCESSES, transport_name
 
 
-@pytest.fixture(params=["loopback", "shm", "tcp", "verbs"])
+@pytest.fixture(params=["loopback", "shm", "tcp", "verbs", *ucx.LANES])
 def transport(request: pytest.FixtureRequest) -> str:
     transport_name(request.param)
     return request.param
@@ -14,4 +15,5 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[name for name in BETWEEN_PROCESSES if name != "tcp6"])
 def process_transport(request: pytest.FixtureRequest) -> str:
+    transport_name(request.param)
     return request.param

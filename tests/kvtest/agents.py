@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvtest import fake_verbs
+from kvtest import fake_verbs, ucx
 
-TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs")
+TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs", *ucx.LANES)
 # The fake adapters of verbs reach no other process.
-BETWEEN_PROCESSES = ("shm", "tcp", "tcp6", *(("verbs",) if fake_verbs.real_devices() else ()))
+BETWEEN_PROCESSES = (
+    *("shm", "tcp", "tcp6", *ucx.LANES),
+    *(("verbs",) if fake_verbs.real_devices() else ()),
+)
 
 _FILES = Path(__file__).parents[1] / "data" / "tls"
 CERTIFICATE = {
@@ -47,6 +50,9 @@ def transport_name(transport: str) -> str:
         fake_verbs.use()
     if transport == "tcp6" and not has_ipv6():
         pytest.skip("this host has no IPv6 loopback address ::1")
+    if transport in ucx.LANES:
+        ucx.use(transport)
+        return "ucx"
     return "tcp" if transport == "tcp6" else transport
 
 

@@ -425,7 +425,7 @@ def test_a_consumer_that_sends_junk_for_an_endpoint(frame: dict[str, Any]) -> No
 
 def test_a_consumer_whose_endpoint_is_cut_or_changed() -> None:
     with consumer("verbs") as other, producer("verbs") as prefill:
-        good = other._adapters.endpoint(with_arena=True).address
+        good = other._fabrics.endpoint("verbs", with_arena=True).address
         cuts = [good[:length] for length in range(0, len(good), 7)]
         flips = [bytes([*good[:at], good[at] ^ 0xFF, *good[at + 1 :]]) for at in range(28)]
         for address in [*cuts, *flips, good + b"\0"]:
@@ -440,7 +440,7 @@ def test_a_consumer_whose_endpoint_is_cut_or_changed() -> None:
 
 def test_a_consumer_that_leaves_in_the_middle() -> None:
     with consumer("verbs") as other, producer("verbs") as prefill:
-        address = other._adapters.endpoint(with_arena=True).address
+        address = other._fabrics.endpoint("verbs", with_arena=True).address
         for step in range(3):
             with proven(prefill.address) as sock:
                 if step > 0:

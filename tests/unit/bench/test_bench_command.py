@@ -191,7 +191,10 @@ def test_a_model():
 
 
 def test_what_cannot_be_had_says_why():
-    done = bench("local", *SMALL, "--transport", "ucx,shm", "--json", "--no-rivals")
+    done = bench(
+        "local", *SMALL, "--transport", "ucx,shm", "--json", "--no-rivals",
+        KVXFER_UCX_PATH="/nonexistent",
+    )  # fmt: skip
     assert done.returncode == 2
     ucx, shm = records(done.stdout)
     assert "ucx" in ucx["why"]

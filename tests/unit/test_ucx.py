@@ -1,0 +1,141 @@
+"""Which UCX is found, what agents take it for, and what they say about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvtest import ucx as lanes
+from kvtest.agents import LONG, pair
+from kvtest.caches import Geometry, Paged
+
+import kvxfer
+from kvxfer import ucx
+
+_SAY = "import kvxfer; found = kvxfer.transports()['ucx']; print(found.available, found.why)"
+
+
+@pytest.fixture
+def use_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.setenv(name, "")
+    lanes.use("ucx-tcp")
+
+
+def says(code: str = _SAY, **environment: str) -> str:
+    """Run a process of its own, for UCX stays loaded; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_path_that_leads_nowhere_is_not_passed_over(use_ucx: None, tmp_path: Path) -> None:
+    said = says(KVXFER_UCX_PATH=str(tmp_path))
+    assert said.startswith("False")
+    assert f"KVXFER_UCX_PATH is '{tmp_path}'" in said
+
+
+def test_a_copy_that_is_loaded_is_used(use_ucx: None, tmp_path: Path) -> None:
+    path = ucx.info().path
+    load = (
+        "import ctypes\n"
+        "from pathlib import Path\n"
+        "for part in ('ucs', 'uct', 'ucp'):\n"
+        f"    ctypes.CDLL(str(Path({path!r}).parent / f'lib{{part}}.so.0'))\n"
+    )
+    assert f"({path})" in says(load + _SAY, KVXFER_UCX_PATH=str(tmp_path))
+
+
+def test_a_folder_is_named(use_ucx: None) -> None:
+    folder = Path(ucx.info().path).parent
+    assert f"({folder}/" in says(KVXFER_UCX_PATH=str(folder))
+
+
+def test_a_library_that_is_none(use_ucx: None, tmp_path: Path) -> None:
+    (tmp_path / "libucp.so.0").write_bytes(b"no library")
+    assert "libucp.so.0" in says(KVXFER_UCX_PATH=str(tmp_path))
+
+
+def test_the_wheel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libucx" / "lib").mkdir(parents=True)
+    (tmp_path / "libucx" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ucx.libraries() == []
+    library = tmp_path / "libucx" / "lib" / "libucp.so.0"
+    library.touch()
+    assert ucx.libraries() == [str(library)]
+
+
+def test_what_it_is_said_to_reach(use_ucx: None) -> None:
+    found = kvxfer.transports()["ucx"]
+    assert found.available
+    assert "tcp/lo" in found.why
+    assert ucx.info().path in found.why
+
+
+def test_rdma_that_is_not_there_is_refused(use_ucx: None) -> None:
+    assert ucx.problem(rdma=False) is None
+    with pytest.raises(kvxfer.ConfigError, match=r"require='rdma' cannot be had here"):
+        kvxfer.Config(transport="ucx", require="rdma")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("ucx", "auto"), ("auto", "ucx"), ("ucx", "ucx")])
+def test_what_is_taken_and_why(use_ucx: None, ours: str, theirs: str) -> None:
+    source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+    with (
+        kvxfer.Agent("prefill", listen="127.0.0.1:0", transport=theirs) as prefill,
+        kvxfer.Agent("decode", transport=ours) as decode,
+    ):
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, [0], 16)
+        fetch = decode.fetch(offer.ticket, target.cache, [1])
+        if ours == "auto":  # it does not offer what would go by sockets
+            with pytest.raises(kvxfer.TransferError, match="no transport in common"):
+                fetch.wait(LONG)
+            return
+        fetch.wait(LONG)
+        assert fetch.report.transport == "ucx"
+        assert "set to ucx" in fetch.report.why
+        assert fetch.report.link.startswith("ucx 1.")
+        assert "over tcp/lo" in fetch.report.link
+
+
+def test_a_consumer_that_needs_rdma_takes_nothing_less(
+    use_ucx: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair("ucx-tcp") as (prefill, decode):
+        source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, [0], 16)
+        monkeypatch.setattr(ucx, "problem", lambda *, rdma: None)  # as if there were adapters
+        fetch = decode.fetch(offer.ticket, target.cache, [1], require="rdma")
+        with pytest.raises(kvxfer.TransferError, match=r"would go by tcp/lo.* no RDMA"):
+            fetch.wait(LONG)
+        decode.fetch(offer.ticket, target.cache, [1]).wait(LONG)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_addresses_that_make_no_sense(
+    use_ucx: None, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    from kvxfer import connector, listener
+
+    module = listener if side == "prefill" else connector
+    monkeypatch.setattr(module, "endpoint_frame", lambda address: {"endpoint": "AAAA"})
+    with (
+        pair("ucx-tcp") as (prefill, decode),
+        pytest.raises(kvxfer.HandshakeError, match="ends early"),
+    ):
+        decode.connect(prefill.name, prefill.address)
