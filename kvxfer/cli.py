@@ -7,6 +7,7 @@ so that ``--help`` needs none of what the commands need.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: as good as thrown away
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     if "_ARGCOMPLETE" in os.environ:  # a shell asks how its command line may go on
         from kvxfer.completion import complete
 
@@ -90,10 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has enough. What is still buffered must not raise again at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        # What is still buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if error.errno == errno.EPIPE:
+            return 141  # whoever read our output has enough
+        print(f"kvxfer: the output can't be written: {error.strerror}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -119,6 +119,16 @@ def test_a_reader_that_has_enough_is_no_error():
     assert b"Traceback" not in error
 
 
+def test_output_that_cannot_be_written():
+    command = [*COMMAND, "size", "llama-3-8b"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "kvxfer: the output can't be written: No space left on device\n"
+    shell = ["sh", "-c", '"$@" >&-', "sh", *command]
+    assert subprocess.run(shell, capture_output=True, timeout=60).returncode == 0
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
