@@ -1,6 +1,7 @@
 """The connection over which the two sides of a benchmark agree; the data take agents' own way.
 
-JSON frames as in the handshake of agents, with the same proof of the shared secret.
+JSON frames as in the handshake of agents, with the same proof of the shared secret, and all of them
+under TLS where agents have certificates.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import contextlib
 import errno
 import ipaddress
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from kvxfer import tls
 from kvxfer._terminal import printable
 from kvxfer.bench.case import BenchError
 from kvxfer.config import Config
@@ -80,13 +83,13 @@ class Channel:
 
     def wait(self) -> Frame | None:
         """Return the next frame, however long it takes; None when the other side has ended."""
-        self._sock.settimeout(None)
+        readable = select.poll()
         try:
-            if not self._sock.recv(1, socket.MSG_PEEK):
-                return None
+            readable.register(self._sock, select.POLLIN)
+            readable.poll()
             return recv_frame(self._sock, Deadline(ANSWER_TIMEOUT))
-        except (HandshakeError, OSError):
-            return None
+        except (HandshakeError, OSError, ValueError):
+            return None  # it has ended, or was shut here
 
     def shut(self) -> None:
         """Wake whoever waits, here and there. From any thread."""
@@ -112,6 +115,7 @@ def connect(address: str, config: Config) -> Channel:
             f"{str(error).partition(';')[0]}; is `kvxfer bench serve` running there?"
         ) from None
     try:
+        sock = tls.connect(sock, split_address(address)[0], config, deadline)
         hello = {"kind": "kvxfer bench", "protocol": PROTOCOL, "nonce": secrets.token_hex(16)}
         send_frame(sock, hello, deadline)
         reply = recv_frame(sock, deadline)
@@ -130,6 +134,7 @@ def admit(sock: socket.socket, config: Config) -> Channel | None:
     peer = join_address(*sock.getpeername()[:2])
     try:
         deadline = Deadline(_HELLO_TIMEOUT)
+        sock = tls.accept(sock, config, deadline)
         hello = recv_frame(sock, deadline)
         if hello.get("kind") != "kvxfer bench" or hello.get("protocol") != PROTOCOL:
             told = f"{INTRODUCTION}, protocol {PROTOCOL}; the other side needs the same"
@@ -147,12 +152,13 @@ def admit(sock: socket.socket, config: Config) -> Channel | None:
     return Channel(sock, peer)
 
 
-def refuse(sock: socket.socket, reason: str) -> None:
+def refuse(sock: socket.socket, config: Config, reason: str) -> None:
     """Say why not, and close."""
-    with sock, contextlib.suppress(HandshakeError, OSError):  # nobody there to be told
+    with contextlib.suppress(HandshakeError, OSError):  # nobody there to be told
         deadline = Deadline(_HELLO_TIMEOUT)
-        recv_frame(sock, deadline)
-        send_frame(sock, {"error": reason}, deadline)
+        with tls.accept(sock, config, deadline) as secured:
+            recv_frame(secured, deadline)
+            send_frame(secured, {"error": reason}, deadline)
 
 
 def listen(address: str, config: Config) -> socket.socket:

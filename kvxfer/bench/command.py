@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT = 30.0  # seconds until the serving side of `local` listens, and until it is used
 
+_CERTIFICATES = ("KVXFER_TLS_CERT", "KVXFER_TLS_KEY", "KVXFER_TLS_CA")
 _RIVAL_LIMIT = 1.2  # of the time that all should take: then nothing of a rival is waited for
 
 
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = command_line.cases(options)
         if options.command == "run":
             return _run(options, cases, options.address)
+        for name in _CERTIFICATES:  # they are for other names than 127.0.0.1
+            os.environ.pop(name, None)
         with _local_server() as address:
             return _run(options, cases, address)
     except KeyboardInterrupt:

@@ -210,7 +210,8 @@ class Server:
 
     def _visit(self, sock: socket.socket) -> bool:
         if not self._turn.acquire(blocking=False):
-            channels.refuse(sock, "it is serving another benchmark: try again when that has ended")
+            busy = "it is serving another benchmark: try again when that has ended"
+            channels.refuse(sock, self._config, busy)
             return False
         try:
             channel = channels.admit(sock, self._config)

@@ -20,7 +20,10 @@ from kvxfer.transports import Transport
 PATIENCE = 20.0
 """Seconds for all paths together: they take one, but a machine that is busy is no broken one."""
 _LOOPBACK = "loopback:"
-_NARROWING = ("KVXFER_TRANSPORT", "KVXFER_INTERFACE", "KVXFER_ADVERTISE")
+_NARROWING = (
+    *("KVXFER_TRANSPORT", "KVXFER_INTERFACE", "KVXFER_ADVERTISE"),
+    *("KVXFER_TLS_CERT", "KVXFER_TLS_KEY", "KVXFER_TLS_CA"),  # for other names than 127.0.0.1
+)
 _REPORT = "this must not happen: please report it, with the output of kvxfer doctor --json"
 
 
@@ -142,7 +145,7 @@ def fetch_over(
     left = max(0.1, deadline - time.monotonic())
     if config is None:
         config = Config().replace(transport=transport, interface=None, advertise=None)
-        config = config.replace(handshake_timeout=left)
+        config = config.replace(tls_cert=None, tls_key=None, tls_ca=None, handshake_timeout=left)
     with Agent(f"{AGENT}-asks", config=config) as agent:
         found = fetch_pattern(agent, address, cache, left)
     rate = found.report.bytes / found.seconds / 1e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -315,6 +316,13 @@ def test_as_a_user_runs_it():
     for shown in ("10.00 GiB", "5.00 GiB", "8.59 s", "4.29 s"):
         assert shown in done.stdout
     assert run("--list").stdout.split() == list(CONFIGS)
+
+
+def test_the_page_shows_what_it_prints(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "size.md").read_text()
+    shown = page.partition("$ kvxfer size llama-3-70b\n")[2].partition("```")[0]
+    assert cli.main(["size", "llama-3-70b"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_tables_fit_on_a_narrow_terminal(monkeypatch, capsys):
