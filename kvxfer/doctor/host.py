@@ -130,7 +130,7 @@ def _check_files(tree: Tree) -> list[Finding]:
 
 def _check_quota(tree: Tree) -> list[Finding]:
     words = (tree.text("/sys/fs/cgroup/cpu.max") or "").split()
-    if len(words) != 2 or words[0] == "max":
+    if len(words) != 2 or not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
         return []
     cores = int(words[0]) / int(words[1])
     return [

@@ -208,6 +208,25 @@ def test_numa_balancing(look):
     assert one(look(laptop), "host.numa_balancing").state is State.INFO
 
 
+@pytest.mark.parametrize(
+    ("quota", "state"),
+    [
+        ("150000 100000\n", State.WARN),
+        ("400000 100000\n", State.INFO),
+        ("max 100000\n", None),
+        ("400000 0\n", None),
+        ("0\r:", None),
+        ("-1 2", None),
+    ],
+)
+def test_a_quota_of_processors(quota, state, look):
+    host, _, _ = mi300x()
+    host.files["/sys/fs/cgroup/cpu.max"] = quota
+    found = look(host)
+    told = [finding.state for finding in found.findings if finding.id == "host.cpu_quota"]
+    assert told == ([] if state is None else [state])
+
+
 def test_no_way_into_gpu_memory(look):
     host, _, _ = mi300x()
     host.kernel_options("CONFIG_PCI_P2PDMA")
