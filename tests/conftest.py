@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from kvtest import ucx
 
 from kvxfer import _core
 
@@ -44,9 +45,9 @@ GRACE_SECONDS = 20.0
 
 _stderr_fd = pytest.StashKey[int]()
 
-# What `kvtest.fake_verbs.use` sets; later files would find adapters too.
-_ADAPTERS = "KVXFER_VERBS_LIBRARY"
-_adapters_before = os.environ.get(_ADAPTERS)
+# What `kvtest.fake_verbs.use` and `kvtest.ucx.use` set; later files would find adapters too, and
+# only some of UCX's transports.
+_before = {name: os.environ.get(name) for name in ("KVXFER_VERBS_LIBRARY", *ucx.SETTINGS)}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,7 +82,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         faulthandler.cancel_dump_traceback_later()
         if nextitem is None or nextitem.path != item.path:
-            if _adapters_before is None:
-                os.environ.pop(_ADAPTERS, None)
-            else:
-                os.environ[_ADAPTERS] = _adapters_before
+            for name, value in _before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

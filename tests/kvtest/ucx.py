@@ -12,6 +12,12 @@ import kvxfer
 # What the tests call it, and what UCX may then use. It shares memory only where it is told to care
 # for the errors of that, which it is built to do since 1.16.
 LANES = {"ucx-tcp": "tcp", "ucx-shm": "posix,sysv"}
+SETTINGS = (
+    "UCX_TLS",
+    "UCX_NET_DEVICES",
+    "UCX_POSIX_ERROR_HANDLING",
+    "UCX_SYSV_ERROR_HANDLING",
+)
 
 
 @functools.cache
