@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.doctor.tree import Tree
 
-QUESTIONS = ("verbs", "cuda", "hip", "ucx")
+QUESTIONS = ("verbs", "cuda", "hip")
 PATIENCE = 4.0
 """Seconds that a library has to answer."""
 _SCRIPT = Path(__file__).with_name("libraries.py")

@@ -10,7 +10,6 @@ from kvxfer.errors import Error
 from kvxfer.transports import Transport
 
 _INSTALL = {
-    "ucx": "apt install libucx0 (dnf install ucx, or pip install libucx-cu12)",
     "verbs": "apt install libibverbs1 ibverbs-providers (dnf install libibverbs)",
     "hip": "ROCm's HIP runtime, from repo.radeon.com",
     "cuda": "NVIDIA's driver, from the distribution or developer.nvidia.com",

@@ -166,16 +166,9 @@ def hip() -> Answer:
     return answer
 
 
-def ucx() -> Answer:
-    """Return its version."""
-    library, name = _open(["libucp.so.0"])
-    library.ucp_get_version_string.restype = ctypes.c_char_p
-    return {"library": name, "version": library.ucp_get_version_string().decode()}
-
-
 def main() -> None:
     """Answer the question that the command line names."""
-    questions = {"verbs": verbs, "cuda": cuda, "hip": hip, "ucx": ucx}
+    questions = {"verbs": verbs, "cuda": cuda, "hip": hip}
     try:
         answer = questions[sys.argv[1]]()
     except LookupError as error:

@@ -46,7 +46,6 @@ class Host:
             "verbs": {"library": "libibverbs.so.1", "devices": {}, "dmabuf": True},
             "cuda": {"missing": "libcuda.so.1: cannot open shared object file"},
             "hip": {"missing": "libamdhip64.so.7: cannot open shared object file"},
-            "ucx": {"missing": "libucp.so.0: cannot open shared object file"},
         }
         flags = "fpu vme avx2" + (" hypervisor" if guest else "")
         self.files["/proc/cpuinfo"] = "".join(

@@ -65,6 +65,4 @@ int hipDeviceGetName(char* name, int, int) { return std::strcpy(name, "Fake MI30
 int hipDeviceGetPCIBusId(char* id, int, int) { return std::strcpy(id, "0000:0B:00.0"), 0; }
 void hsa_amd_portable_export_dmabuf() {}
 
-const char* ucp_get_version_string() { return "1.99.0"; }
-
 }  // extern "C"

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvtest import ucx
 from kvtest.doctor_hosts import h100, mi300x, validate
 
 from kvxfer import _core, cli
@@ -24,6 +25,7 @@ from kvxfer.doctor.findings import State
 from kvxfer.doctor.pattern import TOTAL_BYTES, PatternCache
 from kvxfer.doctor.tree import open_tree
 from kvxfer.transports import transports
+from kvxfer.ucx import libraries
 
 COMMAND = [sys.executable, "-m", "kvxfer", "doctor"]
 LONG = 60.0
@@ -209,6 +211,28 @@ def test_a_library_that_is_not_there():
     assert told[0]["state"] == "info"
     on = _core.build_info()["back_ends"]["verbs"]["state"] == "on"
     assert ("apt install" in told[0]["fix"]) == on
+
+
+def test_the_ucx_that_agents_would_use_is_told(tmp_path):
+    """Not whichever the system has: the one that is named, or why that is none."""
+    if (reason := ucx.missing()) is not None:
+        pytest.skip(f"no UCX here: {reason}")
+    used = _core.ucx_info(libraries())
+
+    def told(path: Path) -> dict:
+        done = run("--no-self-test", "--json", KVXFER_UCX_PATH=str(path))
+        assert done.stderr == ""
+        found = [one for one in json.loads(done.stdout)["findings"] if "ucx" in one["what"]]
+        assert [one["what"] for one in found] == ["transport ucx"]
+        return found[0]
+
+    there = told(Path(used.path).parent)
+    assert there["state"] == "ok"
+    assert f"UCX {used.version} ({used.path}), here over " in there["found"]
+    assert "tcp/" in there["found"]
+    missing = told(tmp_path)
+    assert missing["state"] == "info"
+    assert f"KVXFER_UCX_PATH is '{tmp_path}'" in missing["found"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ SONAMES = (
     "libcuda.so.1",
     "libamdhip64.so.7",
     "libhsa-runtime64.so.1",
-    "libucp.so.0",
 )
 
 
@@ -89,7 +88,3 @@ def test_hip(answers):
         "dmabuf": True,
         "devices": [{"name": "Fake MI300X", "pci": "0000:0b:00.0"}],
     }
-
-
-def test_ucx(answers):
-    assert answers["ucx"] == {"library": "libucp.so.0", "version": "1.99.0"}
