@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import gateway_load as load
+from kvbench.host import free_port
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 60.0
@@ -74,13 +74,6 @@ class Contender:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def commands(prefill: int, decode: int) -> Iterator[tuple[str, int, list[str], str]]:

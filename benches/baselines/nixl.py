@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import Literal
 
 from kvbench.child import BENCHES, Child
-from kvbench.host import process_cpu_seconds
+from kvbench.host import idle_cores
 from kvbench.measure import Contender
 from kvbench.memory import POISON, Pages
 
@@ -145,14 +144,7 @@ class NixlPair:
     def idle_cores(self, seconds: float) -> list[float]:
         """Processors that each side keeps busy while it serves and nothing is asked of it."""
         with self.polling():
-            before = [process_cpu_seconds(pid) for pid in self.pids]
-            began = time.monotonic()
-            time.sleep(seconds)
-            elapsed = time.monotonic() - began
-            return [
-                round((process_cpu_seconds(pid) - b) / elapsed, 3)
-                for pid, b in zip(self.pids, before, strict=True)
-            ]
+            return idle_cores(self.pids, seconds)
 
     def close(self) -> None:
         """End both."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
+
+from kvbench.host import free_port
 
 from baselines.peers import Perftest
 
@@ -30,7 +31,7 @@ def put_rate(perftest: Perftest, transport: str, message_bytes: int, count: int)
     }
     if perftest.libraries:
         environment["LD_LIBRARY_PATH"] = perftest.libraries
-    port = str(_free_port())
+    port = str(free_port())
     server = subprocess.Popen(
         [perftest.path, "-p", port],
         env=environment,
@@ -62,8 +63,3 @@ def put_rate(perftest: Perftest, transport: str, message_bytes: int, count: int)
         said = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise PerftestError(f"status {done.returncode}: {''.join(said)}")
     return float(rows[-1].split(",")[5]) * (1 << 20) / 1e9  # the column is in MiB/s
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

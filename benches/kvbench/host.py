@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.child import BENCHES
@@ -14,6 +16,25 @@ def process_cpu_seconds(pid: int) -> float:
     """CPU seconds (user and system, all threads, nanosecond resolution) that a process has used."""
     # The kernel's clock id of another process: clock_getcpuclockid(3) computes the same.
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def idle_cores(pids: Sequence[int], seconds: float) -> list[float]:
+    """Processors that each process keeps busy for so long, while nothing is asked of it."""
+    before = [process_cpu_seconds(pid) for pid in pids]
+    began = time.monotonic()
+    time.sleep(seconds)
+    elapsed = time.monotonic() - began
+    return [
+        round((process_cpu_seconds(pid) - used) / elapsed, 4)
+        for pid, used in zip(pids, before, strict=True)
+    ]
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def machine_cpu_seconds() -> float:

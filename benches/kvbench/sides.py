@@ -7,7 +7,6 @@ processes as it does in service.
 from __future__ import annotations
 
 import os
-import time
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from baselines.host import DATA_SEED, DST_SEED, SRC_SEED, CheckError
 
 from kvbench.child import python_child
-from kvbench.host import process_cpu_seconds
+from kvbench.host import idle_cores
 from kvbench.measure import Contender, timed
 from kvbench.memory import POISON, Pages, Pool, offsets_of, other_slots, scattered_slots
 from kvbench.native import Native
@@ -173,14 +172,7 @@ class Consumer:
 
     def idle_cores(self, seconds: float) -> list[float]:
         """Processors that each side keeps busy while connected and at rest."""
-        before = [process_cpu_seconds(pid) for pid in self.pids]
-        began = time.monotonic()
-        time.sleep(seconds)
-        elapsed = time.monotonic() - began
-        return [
-            round((process_cpu_seconds(pid) - b) / elapsed, 4)
-            for pid, b in zip(self.pids, before, strict=True)
-        ]
+        return idle_cores(self.pids, seconds)
 
     def close(self) -> None:
         """End both agents."""

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import re
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import aiohttp
 import pytest
 from gateway.fake import engines, output
 from gateway.rig import in_loop
+from rig.engines import free_port
 
 from kvxfer.integrations.gateway import command, prewarm_command
 from kvxfer.integrations.gateway.metrics import Metrics
@@ -28,13 +28,6 @@ from kvxfer.serving.decide import Reason
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 KNOWN = json.loads((ROOT / "tests" / "data" / "serving" / "recipes.json").read_text())
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def blocks(kind: str) -> list[str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the package rig
 
 NEEDS_VLLM = "vLLM is not installed here; `make test-vllm` installs it into .venv-vllm"
 

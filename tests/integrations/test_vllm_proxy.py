@@ -9,17 +9,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from rig.engines import free_port
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 BODY = b'{"model": "m", "prompt": "p"}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Type: application/json\r\n"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture
@@ -33,9 +29,9 @@ def decoder() -> Iterator[socket.socket]:
 def proxy(decoder: socket.socket) -> Iterator[int]:
     """The port of a proxy whose prefill engine is down."""
     pytest.importorskip("aiohttp", reason="the proxy needs aiohttp, which vLLM brings along")
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "kvxfer.integrations.vllm_connector.proxy"]
-    command += ["--prefill", f"http://127.0.0.1:{_free_port()}", "--port", str(port)]
+    command += ["--prefill", f"http://127.0.0.1:{free_port()}", "--port", str(port)]
     command += ["--decode", f"http://127.0.0.1:{decoder.getsockname()[1]}"]
     with subprocess.Popen(command) as process:
         yield port
