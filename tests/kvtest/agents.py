@@ -14,6 +14,7 @@ import pytest
 
 import kvxfer
 from kvtest import fake_verbs, ucx
+from kvtest.caches import Geometry, Paged
 
 TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs", *ucx.LANES)
 # The fake adapters of verbs reach no other process.
@@ -104,3 +105,17 @@ def registered(agent: kvxfer.Agent, cache: kvxfer.Cache) -> Iterator[kvxfer.Cach
         yield cache
     finally:
         agent.unregister(cache)
+
+
+def works(prefill: kvxfer.Agent, **knobs: object) -> None:
+    """A consumer that behaves is served."""
+    side = Geometry(layers=("layer.0",), num_blocks=4)
+    source, target = Paged(side, seed=1), Paged(side)
+    with kvxfer.Agent("decode", **knobs) as decode:
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, range(4), 64)
+        decode.fetch(offer.ticket, target.cache, range(4)).wait(LONG)
+        assert target.same_as(source)
+        assert offer.wait(LONG) is kvxfer.Status.OK
+    prefill.unregister(source.cache)
