@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# sanitize.sh: the C++ and Python tests under ASan and UBSan, the C++ tests under TSan.
-# Arguments go to pytest.
+# sanitize.sh [--campaign]: the C++ and Python tests under ASan and UBSan, the C++ tests under TSan; with
+# --campaign the fault campaign under ASan and UBSan, and nothing else. Further arguments go to pytest, or
+# to the campaign.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/common.sh
@@ -27,6 +28,12 @@ show_reports() {
   die "${#found[@]} sanitizer report(s), in $reports"
 }
 
+campaign=
+if [[ ${1:-} == --campaign ]]; then
+  campaign=yes
+  shift
+fi
+
 tools/build.sh asan --tests
 rm -rf "$reports"
 mkdir -p "$reports"
@@ -34,14 +41,6 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$reports/ubsan
 # UCX, where it is installed, is not built for sanitizers. Tests say that they skip it, and why.
 export KVXFER_UCX_PATH=/nonexistent
 asan_options=strict_string_checks=1:detect_stack_use_after_return=1:handle_segv=2:log_path=$reports/asan
-
-say "C++ tests under ASan and UBSan"
-ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro || { show_reports; exit 1; }
-# Without a log file: ASan warns that it half understands fibers, which is no report.
-for wave in 32 64; do
-  ASAN_OPTIONS=handle_segv=2:detect_leaks=1 "build/asan/kvxfer_gpu_tests_$wave" --no-intro ||
-    { show_reports; exit 1; }
-done
 
 # The sanitized extension stands beside links to the package's files.
 overlay=$root/build/asan/python
@@ -54,6 +53,33 @@ for entry in kvxfer/*; do
 done
 ln -sfn "$root/integrations" "$overlay/kvxfer/integrations"
 
+# sanitized ARGUMENTS...: Python with them. From inside the overlay, for `python -m` puts the current directory
+# before PYTHONPATH. CPython itself leaks at its end, so leaks are looked for in the C++ tests only.
+sanitized() (
+  cd "$overlay"
+  env LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)" \
+    ASAN_OPTIONS="$asan_options:detect_leaks=0" PYTHONPATH="$overlay:$root/tests" HYPOTHESIS_PROFILE=sanitize \
+    KVXFER_EXPECT_SANITIZE=address,undefined KVXFER_FAKE_VERBS="$root/build/asan/libkvxfer_fake_verbs.so" \
+    "$root/.venv/bin/python" "$@"
+)
+
+if [[ -n $campaign ]]; then
+  say "the fault campaign under ASan and UBSan"
+  asan_options+=:quarantine_size_mb=64  # or a process grows by 256 MB of what it has freed
+  status=0
+  sanitized -m faults.campaign "$@" || status=$?
+  show_reports
+  exit $status
+fi
+
+say "C++ tests under ASan and UBSan"
+ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro || { show_reports; exit 1; }
+# Without a log file: ASan warns that it half understands fibers, which is no report.
+for wave in 32 64; do
+  ASAN_OPTIONS=handle_segv=2:detect_leaks=1 "build/asan/kvxfer_gpu_tests_$wave" --no-intro ||
+    { show_reports; exit 1; }
+done
+
 tools/build.sh tsan --tests
 # Beside the Python tests, which wait for one another's processes for much of their time.
 # TSan of g++ 12 can't place its shadow memory where the kernel randomises addresses by 32 bits.
@@ -65,17 +91,9 @@ tsan_tests=$!
 trap 'kill $tsan_tests 2>/dev/null || true' EXIT
 
 say "Python tests under ASan and UBSan"
-# From inside the overlay, for `python -m` puts the current directory before PYTHONPATH. CPython itself
-# leaks at its end, so leaks are looked for in the C++ tests only. UBSan next to ASan writes to stderr
-# whatever log_path says, so pytest must leave that descriptor alone.
-(
-  cd "$overlay"
-  env LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)" \
-    ASAN_OPTIONS="$asan_options:detect_leaks=0" PYTHONPATH="$overlay" HYPOTHESIS_PROFILE=sanitize \
-    KVXFER_EXPECT_SANITIZE=address,undefined KVXFER_FAKE_VERBS="$root/build/asan/libkvxfer_fake_verbs.so" \
-    "$root/.venv/bin/python" -m pytest "$root/tests" -c "$root/pyproject.toml" --rootdir "$root" \
-    -p no:cacheprovider --capture=sys -m "not slow" "$@"
-) || { show_reports; exit 1; }
+# UBSan next to ASan writes to stderr whatever log_path says, so pytest must leave that descriptor alone.
+sanitized -m pytest "$root/tests" -c "$root/pyproject.toml" --rootdir "$root" \
+  -p no:cacheprovider --capture=sys -m "not slow" "$@" || { show_reports; exit 1; }
 show_reports
 
 say "C++ tests under TSan"

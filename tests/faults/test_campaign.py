@@ -24,6 +24,7 @@ from faults.campaign.schedule import (
     Step,
 )
 from faults.campaign.shrink import as_test, shrink
+from faults.campaign.sweep import missed, sweep_schedule
 from faults.campaign.table import BEGIN, END, insert, table
 from faults.campaign.watch import HANDSHAKE, KINDS
 from kvtest import fake_verbs
@@ -107,6 +108,15 @@ def test_a_partition() -> None:
     assert outcome.findings == []
     assert outcome.fetches["PEER_LOST"] == 1
     assert len(outcome.detection["partitioned"]) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_sweep_says_what_it_missed() -> None:
+    kinds = ("CREDIT", "CANCELLED", "ACCEPT")
+    outcome = run(sweep_schedule("decode", "stop", 0.1, kinds[:2]))
+    assert outcome.findings == []
+    assert missed(outcome, "stop", kinds[:2]) == []
+    assert len(missed(outcome, "stop", kinds)) == 1
 
 
 @pytest.mark.timeout(300)

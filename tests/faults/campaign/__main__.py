@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from faults.campaign import network
+from faults.campaign import network, sweep
 from faults.campaign.draw import draw_schedule
 from faults.campaign.driver import run
 from faults.campaign.outcome import Outcome
@@ -35,6 +35,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the summary to this file")
     parser.add_argument("--replay", type=Path, help="run the schedule in this file")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="no chance: kill, and stop, either side at each kind of message over tcp",
+    )
     parser.add_argument("--no-shrink", action="store_true", help="don't cut failing rounds down")
     parser.add_argument(
         "--sabotage",
@@ -44,29 +49,43 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _round(schedule: Schedule, drawn: str, total: Outcome, arguments: argparse.Namespace) -> None:
+def _run(schedule: Schedule, about: str, total: Outcome, sabotage: str | None = None) -> Outcome:
     began = time.monotonic()
-    outcome = run(schedule, arguments.sabotage)
-    total.add(outcome)
+    outcome = run(schedule, sabotage)
     print(
-        f"seed {schedule.seed} {schedule.transport}{' calm' if schedule.calm else ''}: "
-        f"{sum(outcome.operations.values())} operations, {sum(outcome.faults.values())} faults, "
+        f"{about}: {sum(outcome.operations.values())} operations, "
+        f"{sum(outcome.faults.values())} faults, "
         f"{outcome.fetches['OK']} of {sum(outcome.fetches.values())} fetches delivered, "
         f"{len(outcome.findings)} findings, {time.monotonic() - began:.1f} s",
         flush=True,
     )
-    if not outcome.findings:
-        return
     for finding in outcome.findings[:10]:
         print(f"  {finding.kind}: {finding.why}", flush=True)
-    kept = list(range(len(schedule.steps)))
-    if not arguments.no_shrink:
+    total.add(outcome)
+    return outcome
+
+
+def _round(schedule: Schedule, drawn: str, total: Outcome, arguments: argparse.Namespace) -> None:
+    about = f"seed {schedule.seed} {schedule.transport}"
+    about += "".join(f" {so}" for so in ("calm", "tls") if getattr(schedule, so))
+    outcome = _run(schedule, about, total, arguments.sabotage)
+    if outcome.findings and not arguments.no_shrink:
         kept = shrink(
             schedule,
             lambda part: fails_like(part, outcome.findings, sabotage=arguments.sabotage),
         )
         print(f"  {len(kept)} of its {len(schedule.steps)} steps do it:\n", flush=True)
         print(as_test(schedule, drawn, kept, outcome.findings), flush=True)
+
+
+def _sweep(total: Outcome) -> None:
+    for agent, (how, seconds) in itertools.product(sweep.AGENTS, sweep.WAYS):
+        about = f"{how} {agent} for {seconds} s"
+        outcome = _run(sweep.sweep_schedule(agent, how, seconds), about, total)
+        unmet = sweep.missed(outcome, how)
+        for finding in unmet:
+            print(f"  {finding.kind}: {finding.why}", flush=True)
+        total.findings += unmet
 
 
 def _command() -> str:
@@ -91,7 +110,9 @@ def main() -> int:
     total = Outcome()
     began = time.monotonic()
     transports = arguments.transports.split(",")
-    if arguments.replay is not None:
+    if arguments.sweep:
+        _sweep(total)
+    elif arguments.replay is not None:
         text = arguments.replay.read_text()
         _round(Schedule.from_json(text), f"Schedule.from_json({text!r})", total, arguments)
     else:

@@ -170,6 +170,12 @@ class _Drawing:
         self.fetches += 1
         return [("decline", args)]
 
+    def renew(self) -> list[tuple[str, dict[str, Any]]]:
+        if not self.offers:
+            return []
+        consumer = self.draw.choice(self.names("consumer"))
+        return [("renew", {"number": self.recent(), "consumer": consumer})]
+
     def reject(self) -> list[tuple[str, dict[str, Any]]]:
         number = self.new_offer(False) if not self.offers or self.chance(0.5) else self.recent()
         return [("reject", {"number": number})]
@@ -292,6 +298,7 @@ _WORK = {
     "give_up": 2,
     "decline": 2,
     "reject": 1,
+    "renew": 1,
 }
 _MORE = {"burst": 0.3, "close": 0.3}
 _ON_PROCESSES = {"kill": 0.7, "stop": 0.8, "crawl": 0.5, "limit": 0.6, "clock": 0.4}

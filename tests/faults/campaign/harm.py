@@ -10,7 +10,7 @@ import threading
 import time
 
 from faults.campaign.fleet import Armed, Fleet
-from faults.campaign.watch import HANDSHAKE
+from faults.campaign.watch import FIRST
 from kvtest import wire
 from kvtest.agents import CERTIFICATE
 
@@ -74,7 +74,7 @@ class Harm:
                 lambda: proxy.forget(watching),
             )
         )
-        if at in HANDSHAKE:  # which happens when connections are made
+        if at in FIRST:
             proxy.begin("reset", "up", 0)
 
     # What a process needs

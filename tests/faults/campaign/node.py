@@ -272,6 +272,10 @@ class Node:
         del number
         self._state.places[agent].agent.reject(ticket, "the campaign says so")
 
+    def renew(self, agent: str, number: int, ticket: kvxfer.Ticket) -> None:
+        del number
+        self._state.places[agent].agent.renew(ticket)
+
     # Faults that a process does to itself
 
     def limit(self, what: str) -> None:

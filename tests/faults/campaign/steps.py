@@ -79,6 +79,12 @@ class Steps:
             ticket = fleet.ticket(number)
             fleet.tell(consumer, "decline", number, id=id, ticket=ticket, timeout=timeout)
 
+    def renew(self, number: int, consumer: str) -> None:
+        fleet = self._fleet
+        if fleet.up(consumer):
+            self._operations["renew"] += 1
+            fleet.tell(consumer, "renew", number, ticket=fleet.ticket(number))
+
     def close(self, agent: str) -> None:
         fleet = self._fleet
         if fleet.up(agent):

@@ -24,6 +24,7 @@ MESSAGES = {
     15: "DECLINE",
     16: "DECLINED",
 }
+FIRST = (*HANDSHAKE, "HELLO", "LAYOUT")  # what passes when a connection is made
 KINDS = (*HANDSHAKE, *MESSAGES.values(), "WRITE")
 
 _FRAMES = {  # of the handshake, by whether it is a data stream and by the way
