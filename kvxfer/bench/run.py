@@ -18,7 +18,7 @@ from kvxfer.bench.channel import Channel
 from kvxfer.bench.nixl import NixlPairs, NixlTurn
 from kvxfer.bench.pool import TOLERANCE, Pool, block_tables
 from kvxfer.bench.result import Result, Rival
-from kvxfer.bench.settings import agent_settings, fetch_settings
+from kvxfer.bench.settings import agent_settings
 from kvxfer.bench.sockets import SocketReceiver, best_sockets
 from kvxfer.bench.stamp import available_bytes
 from kvxfer.config import Config
@@ -58,7 +58,7 @@ class _Fetcher:
         blocks = block_tables(case)[1]
         size = case.block_size
         self._parts = [blocks[begin // size : -(-end // size)] for begin, end in case.parts()]
-        self._settings = fetch_settings(case)
+        self._codec = case.codec
         self.reports: list[kvxfer.Report] = []
 
     def fetch(self, tickets: Sequence[Frame]) -> float:
@@ -70,7 +70,7 @@ class _Fetcher:
                 self._cache,
                 blocks,
                 timeout=_FETCH_TIMEOUT,
-                **self._settings,
+                codec=self._codec,
             )
             for ticket, blocks in zip(tickets, self._parts, strict=True)
         ]
@@ -167,6 +167,7 @@ class Runner:
             "transport": report.transport,
             "why": report.why,
             "path": report.path,
+            "path_why": getattr(report, "path_why", ""),
             "codec": report.codec,
             "codec_why": report.codec_why,
             "link": report.link,

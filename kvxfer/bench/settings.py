@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from typing import Any
 
 import kvxfer
@@ -17,13 +17,7 @@ def agent_settings(case: Case) -> dict[str, Any]:
         raise BenchError(f"transport {case.transport}: {known[case.transport].why}")
     if case.threads:
         settings["threads"] = case.threads
-    return settings
-
-
-def fetch_settings(case: Case) -> dict[str, Any]:
-    """Return what `Agent.fetch` takes for this case."""
-    settings: dict[str, Any] = {"codec": case.codec}
-    if "path" in inspect.signature(kvxfer.Agent.fetch).parameters:
+    if "path" in {field.name for field in dataclasses.fields(kvxfer.Config)}:
         settings["path"] = case.path
     elif case.path == "direct":
         raise BenchError("path direct: this version has staged transfers only")

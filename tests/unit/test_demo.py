@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -104,7 +105,9 @@ def test_json_has_one_object_a_line():
     assert done.stderr == ""
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["transport"] for record in records] == ["shm", "tcp"]
+    schema = json.loads((Path(__file__).parents[2] / "docs/schemas/demo.json").read_text())
     for record in records:
+        jsonschema.validate(record, schema)
         assert record["exact"] is True
         assert record["bytes"] == 100 * 80 * 2 * 128 * 2
         assert record["gb_per_s"] == pytest.approx(record["bytes"] / record["seconds"] / 1e9)

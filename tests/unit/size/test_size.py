@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +21,8 @@ from kvxfer.sizing.estimate import estimates
 from kvxfer.sizing.links import NOMINAL, parse_link
 from kvxfer.sizing.models import ELEMENT_BYTES, LayerGroup, Model, find_model, model_of
 from kvxfer.sizing.wire import Encoding, encoding_of, panel_bytes, request_bytes
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 GIB = 1 << 30
 RAW = Codec("raw")
@@ -318,8 +321,16 @@ def test_as_a_user_runs_it():
     assert run("--list").stdout.split() == list(CONFIGS)
 
 
+@pytest.mark.parametrize("model", ["deepseek-v3.2", "gemma-3-4b"])
+def test_json_has_its_schema(model, capsys):
+    schema = json.loads((DOCS / "schemas/size.json").read_text())
+    for more in ([], ["--tp", "2", "--prefill-rate", "1000", "--link", "lab=3GB/s"]):
+        assert cli.main(["size", model, "--json", *more]) == 0
+        jsonschema.validate(json.loads(capsys.readouterr().out), schema)
+
+
 def test_the_page_shows_what_it_prints(capsys):
-    page = (Path(__file__).parents[3] / "docs" / "size.md").read_text()
+    page = (DOCS / "size.md").read_text()
     shown = page.partition("$ kvxfer size llama-3-70b\n")[2].partition("```")[0]
     assert cli.main(["size", "llama-3-70b"]) == 0
     assert capsys.readouterr().out == shown
