@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _USUAL = {2: "it was not understood, or could not be carried out", 130: "it was interrupted"}
@@ -51,6 +51,16 @@ def help_texts(
         "epilog": "\n\n".join(sections),
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
+
+
+def suggest(action: argparse.Action, words: Iterable[str]) -> None:
+    """Have shells complete the values of an option with these words, also behind a comma."""
+
+    def complete(prefix: str, **_: object) -> list[str]:
+        before = prefix[: prefix.rfind(",") + 1]
+        return [before + word for word in words]
+
+    vars(action)["completer"] = complete  # argcomplete's
 
 
 def _filled(text: str) -> str:

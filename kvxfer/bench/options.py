@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any
 
-from kvxfer._help import help_texts, manual
+from kvxfer._help import help_texts, manual, suggest
 from kvxfer._numbers import listed, one_of, parse_bytes, parse_count, parse_seconds
 from kvxfer.bench.case import (
     ELEMENT_BYTES,
@@ -18,6 +18,8 @@ from kvxfer.bench.case import (
     Case,
     plain_case,
 )
+from kvxfer.codecs import codecs
+from kvxfer.sizing.builtin import CONFIGS
 
 DEFAULT_ADDRESS = "127.0.0.1:7710"
 _WITHIN = 40.0  # seconds
@@ -124,12 +126,13 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         metavar="COUNTS",
         help="blocks a transfer (default: as many as make 256 MiB)",
     )
-    what.add_argument(
+    model = what.add_argument(
         "--model",
         type=listed(str),
         metavar="NAMES",
         help="a cache with this model's layers and heads, as llama-3-70b: a name of kvxfer size",
     )
+    suggest(model, CONFIGS)
     what.add_argument(
         "--tp",
         type=listed(parse_count),
@@ -157,13 +160,14 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         help="elements of the caches (default bfloat16)",
     )
     how = command.add_argument_group("how")
-    how.add_argument(
+    transport = how.add_argument(
         "--transport",
         type=listed(one_of(TRANSPORTS)),
         metavar="NAMES",
         help=f"of {', '.join(TRANSPORTS)}; auto takes what agents would",
     )
-    how.add_argument(
+    suggest(transport, TRANSPORTS)
+    memory = how.add_argument(
         "--memory",
         type=listed(one_of(MEMORIES)),
         default=["host"],
@@ -171,20 +175,23 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         help="host or gpu, on both sides (default host); the GPU is the first that "
         "CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES leave",
     )
-    how.add_argument(
+    suggest(memory, MEMORIES)
+    codec = how.add_argument(
         "--codec",
         type=listed(str),
         default=["raw"],
         metavar="CODECS",
         help="encoding on the wire, as raw,int8,fp8_e4m3,auto or tiered(recent=1000)",
     )
-    how.add_argument(
+    suggest(codec, codecs())
+    path = how.add_argument(
         "--path",
         type=listed(one_of(PATHS)),
         default=["auto"],
         metavar="PATHS",
         help="staged, direct, or auto, which chooses (default auto)",
     )
+    suggest(path, PATHS)
     how.add_argument(
         "--in-flight",
         type=listed(parse_count),

@@ -9,8 +9,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from kvxfer._help import manual
+from kvxfer._help import manual, suggest
 from kvxfer._numbers import positive
+from kvxfer.codecs import codecs
 from kvxfer.errors import InvalidError
 from kvxfer.sizing.builtin import CONFIGS
 
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="config.json, the folder it is in, or a name"
     )
-    vars(model)["completer"] = lambda **_: list(CONFIGS)  # for kvxfer completion
+    suggest(model, CONFIGS)
     parser.add_argument("--list", action="store_true", help="print the built-in names and exit")
     parser.add_argument(
         "--tokens",
@@ -71,13 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         help="element type of the cache: bf16, fp16, fp8, ... (default: the model's, and fp8); "
         "may be repeated",
     )
-    parser.add_argument(
+    codec = parser.add_argument(
         "--codec",
         action="append",
         metavar="CODEC",
         help="encoding on the wire, with options if need be (default: raw, int8, fp8_e4m3); may be "
         "repeated",
     )
+    suggest(codec, codecs())
     parser.add_argument(
         "--link",
         action="append",

@@ -54,6 +54,9 @@ def test_commands(tmp_path):
         ("kvxfer size llama-3-8b --prefill", ["--prefill-rate"]),
         ("kvxfer plan fit --bat", ["--batch-tokens"]),
         ("kvxfer completion z", ["zsh"]),
+        ("kvxfer bench local --transport shm,t", ["shm,tcp"]),
+        ("kvxfer bench run 10.0.0.5:7710 --codec raw,in", ["raw,int8"]),
+        ("kvxfer bench local --model deepseek-r", ["deepseek-r1"]),
         ("kvxfer demo --model deep", ["deepseek-r1"]),
     ],
 )
