@@ -85,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
+    if options.command == "help":
+        return main([*options.arguments, "--help"])
     if options.command not in COMMANDS:
         parser.error(f"there is no command {options.command!r}; there are: {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[options.command].module)

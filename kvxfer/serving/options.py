@@ -19,9 +19,9 @@ LONGEST = 1_000_000
 """Where generated lengths are cut off."""
 
 
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says which requests are sent."""
-    parser.add_argument(
+def add_load_arguments(parser: argparse.ArgumentParser) -> argparse.Action:
+    """Add what says which requests are sent; return the first of it, the setup."""
+    setup = parser.add_argument(
         "setup",
         metavar="SETUP",
         help="JSON file with engines, link and SLO: docs/serving.md has one",
@@ -55,6 +55,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of what is generated (default 0)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return setup
 
 
 def workload_of(options: argparse.Namespace) -> Workload:

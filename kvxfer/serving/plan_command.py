@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvxfer._help import manual
+from kvxfer._help import manual, suggest
 from kvxfer.errors import InvalidError
 from kvxfer.serving.checks import at_least, positive
 from kvxfer.serving.options import STATUS, add_load_arguments, workload_of
@@ -67,7 +67,7 @@ CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.2)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvxfer plan``."""
-    add_load_arguments(parser)
+    suggest(add_load_arguments(parser), ("fit", "watch"))
     parser.add_argument(
         "--gpus", type=int, required=True, metavar="N", help="how many there are at most"
     )

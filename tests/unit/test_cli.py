@@ -65,6 +65,11 @@ def test_each_command_has_help_of_one_form(name):
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
 
 
+def test_help_is_a_command_too():
+    for words in ([], ["plan", "fit"]):
+        assert run("help", *words).stdout == run(*words, "--help").stdout != ""
+
+
 def test_sizes_in_help_are_readable():
     assert "of a request (default 64 MiB)" in " ".join(run("gateway", "--help").stdout.split())
 

@@ -52,6 +52,7 @@ def test_commands(tmp_path):
         ("kvxfer size --t", ["--tokens", "--tp"]),
         ("kvxfer size llama-3.1", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]),
         ("kvxfer size llama-3-8b --prefill", ["--prefill-rate"]),
+        ("kvxfer plan f", ["fit"]),
         ("kvxfer plan fit --bat", ["--batch-tokens"]),
         ("kvxfer completion z", ["zsh"]),
         ("kvxfer bench local --transport shm,t", ["shm,tcp"]),
