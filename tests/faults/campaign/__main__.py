@@ -19,7 +19,7 @@ from faults.campaign.outcome import Outcome
 from faults.campaign.report import show, summary
 from faults.campaign.schedule import TRANSPORTS, Schedule
 from faults.campaign.shrink import as_test, fails_like, shrink
-from kvtest import fake_verbs
+from kvtest import fake_verbs, ucx
 
 import kvxfer
 
@@ -88,6 +88,15 @@ def _sweep(total: Outcome) -> None:
         total.findings += unmet
 
 
+def _missing(transport: str) -> str | None:
+    """Return why this host has not got a transport, if so."""
+    if transport == "namespaces":
+        return network.missing()
+    if transport == "verbs":
+        return fake_verbs.missing()
+    return ucx.missing() if transport in ucx.LANES else None
+
+
 def _command() -> str:
     """Return what does the same again."""
     words = ["python", "-m", "faults.campaign", *sys.argv[1:]]
@@ -116,12 +125,10 @@ def main() -> int:
         text = arguments.replay.read_text()
         _round(Schedule.from_json(text), f"Schedule.from_json({text!r})", total, arguments)
     else:
-        if "namespaces" in transports and (why := network.missing()) is not None:
-            print(f"no network namespaces here, so none of their rounds: {why}", flush=True)
-            transports.remove("namespaces")
-        if "verbs" in transports and (why := fake_verbs.missing()) is not None:
-            print(f"no verbs here, so none of its rounds: {why}", flush=True)
-            transports.remove("verbs")
+        for transport in list(transports):
+            if (why := _missing(transport)) is not None:
+                print(f"no rounds over {transport}: {why}", flush=True)
+                transports.remove(transport)
         for number in itertools.count():
             over = time.monotonic() - began > 60 * arguments.minutes
             if number >= arguments.rounds if arguments.rounds is not None else over:

@@ -19,7 +19,7 @@ from faults.campaign.schedule import (
 )
 from faults.campaign.shortage import ADAPTER_FAULTS
 from faults.campaign.watch import HANDSHAKE, KINDS
-from kvtest import fake_verbs
+from kvtest import fake_verbs, ucx
 from kvtest.caches import Geometry
 
 
@@ -307,6 +307,7 @@ _FAULTS = {
     "shm": {**_ON_PROCESSES, "flip": 1.5, "vanish": 0.5, "link": 0.5, "strike": 0.5},
     "tcp": {**_ON_PROCESSES, "flip": 0.7, "vanish": 0.5, "link": 4, "strike": 2},
     "namespaces": {**_ON_PROCESSES, "flip": 0.4, "cut": 3, "shape": 1.5},
+    **dict.fromkeys(ucx.LANES, {**_ON_PROCESSES, "flip": 0.7, "link": 2, "strike": 0.5}),
     "verbs": {"adapters": 3, "link": 1, "flip": 0.5, "limit": 0.3, "clock": 0.2},
 }
 

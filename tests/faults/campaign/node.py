@@ -53,7 +53,6 @@ class Node:
         address: str | None,
         traces: str,
     ) -> None:
-        transport_name(transport)
         producing = plan.role != "consumer"
         listen = None
         if producing:
@@ -61,7 +60,7 @@ class Node:
         agent = kvxfer.Agent(
             plan.name,
             listen=listen,
-            transport=transport,
+            transport=transport_name(transport),
             secret=secret,
             trace_dir=traces,
             **devices(transport, producing=producing),

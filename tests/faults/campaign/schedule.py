@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvtest import ucx
 from kvtest.caches import Geometry
 
 LAYERS = ("a", "b", "c")
@@ -19,7 +20,7 @@ HEADS = (0, 4)
 CONTENT = 16
 # "namespaces" is tcp between network namespaces, where those can be made; "verbs" takes adapters
 # that exist in one process only, unless KVXFER_TEST_VERBS names real ones.
-TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs")
+TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", *ucx.LANES)
 CODECS = ("raw", "raw", "raw", "int8", "fp8_e4m3", "fp8_e5m2", "auto")
 
 
