@@ -18,7 +18,7 @@ from kvxfer.bench.case import BenchError, Case, WrongBytesError
 
 if TYPE_CHECKING:
     from kvxfer import Cache
-    from kvxfer.bench.gpu import GpuArray
+    from kvxfer._gpu_memory import GpuArray
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -65,10 +65,11 @@ class Pool:
             ) from None
         self._gpu: list[GpuArray] = []
         if case.memory == "gpu":
-            from kvxfer.bench.gpu import GpuArray, open_gpu
+            from kvxfer._gpu_memory import GpuArray, open_gpu
 
             driver = open_gpu()
-            self._gpu = [GpuArray(driver, self._view(array)) for _, _, array in self._planes()]
+            views = [self._view(array) for _, _, array in self._planes()]
+            self._gpu = [GpuArray(driver, view.shape, view.itemsize) for view in views]
 
     def cache(self) -> Cache:
         """Return it as agents know it."""
@@ -111,7 +112,7 @@ class Pool:
             A token, the rest of the last block, or a block that nobody asked for is wrong.
         """
         for held, (_, _, array) in zip(self._gpu, self._planes(), strict=False):
-            held.download(array)
+            held.download(array.ctypes.data)
         case = self.case
         source, target = block_tables(case)
         unused = np.setdiff1d(np.arange(case.pool_blocks), target)
@@ -145,7 +146,7 @@ class Pool:
 
     def _upload(self) -> None:
         for held, (_, _, array) in zip(self._gpu, self._planes(), strict=False):
-            held.upload(array)
+            held.upload(array.ctypes.data)
 
     def _view(self, array: Words) -> npt.NDArray[np.uint16] | Bytes:
         case = self.case

@@ -27,6 +27,7 @@ from kvxfer.handshake import Frame
 _FETCH_TIMEOUT = 60.0
 _LARGE = 1 << 20  # bytes from which transfers are compared with memcpy and sockets
 _BATCH = 32  # offers that are made at once
+_TURN = 1.0  # seconds that a batch takes at most, where one transfer does not take longer
 _LEAST = 5  # repetitions
 _FEWEST = 3  # where there is no time for those
 _SMALL_SHARE = 0.25  # of the time that a large transfer gets, where there is a limit
@@ -150,9 +151,9 @@ class Runner:
         with kvxfer.Agent("bench-run", config=config) as agent:
             fetcher = _Fetcher(case, pool, agent)
             self._progress(f"{where}: connecting, and the first transfer")
-            fetcher.fetch(self._offers(case, 1)[0])
+            first = fetcher.fetch(self._offers(case, 1)[0])
             result = self._checked(Result(case), pool, fetcher)
-            self._time(result, pool, fetcher, where)
+            self._time(result, pool, fetcher, where, first)
             if self._choices.verify:
                 pool.poison()
                 fetcher.fetch(self._offers(case, 1)[0])
@@ -178,11 +179,14 @@ class Runner:
             result.verified = f"within {tolerance}" if tolerance else "exact"
         return result
 
-    def _time(self, result: Result, pool: Pool, fetcher: _Fetcher, where: str) -> None:
+    def _time(
+        self, result: Result, pool: Pool, fetcher: _Fetcher, where: str, first: float
+    ) -> None:
         case = result.case
         limit = self._limit(result, pool, where)
         nixl = self._nixl_turn(result, where)
         batch = _BATCH // case.in_flight if case.bytes < _LARGE else 1
+        batch = min(batch, max(1, int(_TURN / first)))
         serving = running = 0.0
         end = time.monotonic() + self._choices.seconds
         turn = 0.0  # seconds of one

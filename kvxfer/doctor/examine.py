@@ -55,7 +55,11 @@ def examine(
     known = _transports()
     producer = None
     if self_test and tree.live and known:
-        from kvxfer.doctor.selftest import Producer, test_paths  # needs the compiled part
+        from kvxfer.doctor.selftest import (  # they need the compiled part
+            Producer,
+            check_gpu_memory,
+            test_paths,
+        )
 
         producer = Producer()
     try:
@@ -71,6 +75,8 @@ def examine(
         findings += check_host(tree, gpus, nics, os.environ)
         if producer is not None:
             findings += test_paths(known, producer)
+            if answers["cuda"].get("devices") or answers["hip"].get("devices"):
+                findings.append(check_gpu_memory())
         if peer is not None and known:
             findings += peer(known)
     finally:

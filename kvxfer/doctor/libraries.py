@@ -22,6 +22,12 @@ def _open(names: list[str]) -> tuple[ctypes.CDLL, str]:
     raise LookupError(error)
 
 
+def _named(variable: str) -> list[str]:
+    """Return the library that a user has named, which the core would load too."""
+    named = os.environ.get(variable)
+    return [named] if named else []
+
+
 class _DeviceAttr(ctypes.Structure):
     _fields_ = [
         ("fw_ver", ctypes.c_char * 64),
@@ -62,8 +68,7 @@ class _PortAttr(ctypes.Structure):
 
 def verbs() -> Answer:
     """Return each device's limits."""
-    named = os.environ.get("KVXFER_VERBS_LIBRARY")
-    library, name = _open([named] if named else ["libibverbs.so.1"])
+    library, name = _open(_named("KVXFER_VERBS_LIBRARY") or ["libibverbs.so.1"])
     for function in ("ibv_get_device_list", "ibv_get_device_name", "ibv_open_device"):
         getattr(library, function).restype = ctypes.c_void_p
     library.ibv_get_device_name.restype = ctypes.c_char_p
@@ -105,7 +110,7 @@ def _verbs_device(library: ctypes.CDLL, device: int) -> Answer:
 
 def cuda() -> Answer:
     """Return the driver's version and its GPUs."""
-    library, name = _open(["libcuda.so.1"])
+    library, name = _open(_named("KVXFER_CUDA_LIBRARY") or ["libcuda.so.1"])
     version, count = ctypes.c_int(0), ctypes.c_int(0)
     if status := library.cuInit(0):
         return {"library": name, "error": f"cuInit returned {status}", "devices": []}
@@ -140,7 +145,8 @@ def cuda() -> Answer:
 
 def hip() -> Answer:
     """Return the runtime's version and its GPUs."""
-    library, name = _open([f"libamdhip64.so.{number}" for number in (7, 6, 5)])
+    usual = [f"libamdhip64.so.{number}" for number in (7, 6, 5)]
+    library, name = _open(_named("KVXFER_HIP_LIBRARY") or usual)
     version, count = ctypes.c_int(0), ctypes.c_int(0)
     library.hipRuntimeGetVersion(ctypes.byref(version))
     status = library.hipGetDeviceCount(ctypes.byref(count))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer._gpu_memory import Cuda, GpuArray, Hip
 from kvxfer.agent import Agent
 from kvxfer.cache import Cache
 from kvxfer.errors import Error
@@ -29,8 +30,8 @@ _LAYERS = ("layer.0", "layer.1")
 _PLANES = ("k", "v")
 _HEADS, _BLOCK_SIZE, _CONTENT = 4, 16, 128
 _BLOCK_BYTES = _HEADS * _BLOCK_SIZE * _CONTENT * 2
-_TOKENS = 4096
-_BLOCKS = _TOKENS // _BLOCK_SIZE
+TOKENS = 4096
+_BLOCKS = TOKENS // _BLOCK_SIZE
 TOTAL_BYTES = len(_LAYERS) * len(_PLANES) * _BLOCKS * _BLOCK_BYTES
 _POISON = 0xA5
 _FOR_EVER = 1e8  # seconds of lease
@@ -82,17 +83,24 @@ class PatternCache:
             place = (ctypes.c_char * len(memory)).from_buffer(memory)
             ctypes.memset(place, _POISON, len(memory))
 
-    def wrong_bytes(self) -> int:
-        """Return how many bytes are not the pattern's."""
+    def wrong_bytes(self, tokens: int = TOKENS) -> int:
+        """Return how many bytes of the first tokens are not the pattern's."""
         wrong = 0
         for (layer, plane), memory in self._memory.items():
             wanted = _contents(layer, plane)
-            for index, block in enumerate(self.blocks):
+            for index, block in enumerate(self.blocks[: tokens // _BLOCK_SIZE]):
                 found = memory[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES]
                 expected = wanted[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
                 if found != expected:
                     wrong += sum(a != b for a, b in zip(found, expected, strict=True))
         return wrong
+
+
+def gpu_cache(driver: Cuda | Hip) -> Cache:
+    """Return a cache of the pattern's shape in the memory of a GPU."""
+    shape = (_BLOCKS, _HEADS, _BLOCK_SIZE, _CONTENT)
+    tensors = {layer: tuple(GpuArray(driver, shape, 2) for _ in _PLANES) for layer in _LAYERS}
+    return Cache(tensors, dtype="bfloat16", model="kvxfer-doctor")
 
 
 @functools.cache
@@ -106,7 +114,7 @@ def ticket_for(address: str, secret: str | None) -> Ticket:
     """Return the ticket for the pattern of the doctor who listens at an address."""
     generation = hashlib.sha256(f"kvxfer doctor {secret or ''}".encode()).digest()[:16]
     agent = AgentRef(name=AGENT, address=address)
-    return issue_ticket(_OFFER, [agent], num_tokens=_TOKENS, generation=generation, secret=secret)
+    return issue_ticket(_OFFER, [agent], num_tokens=TOKENS, generation=generation, secret=secret)
 
 
 def offer_pattern(agent: Agent, cache: PatternCache) -> Offer:

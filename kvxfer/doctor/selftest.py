@@ -10,10 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 
+from kvxfer._gpu_memory import open_gpu
+from kvxfer._numbers import format_bytes
 from kvxfer.agent import Agent
 from kvxfer.config import Config
 from kvxfer.doctor.findings import Finding, State
-from kvxfer.doctor.pattern import AGENT, TOTAL_BYTES, PatternCache, fetch_pattern, offer_pattern
+from kvxfer.doctor.pattern import (
+    AGENT,
+    TOKENS,
+    TOTAL_BYTES,
+    PatternCache,
+    fetch_pattern,
+    gpu_cache,
+    offer_pattern,
+)
 from kvxfer.errors import Error
 from kvxfer.transports import Transport
 
@@ -151,6 +161,31 @@ def fetch_over(
     rate = found.report.bytes / found.seconds / 1e9
     size = f"{found.report.bytes >> 20} MiB at {rate:.2f} GB/s"
     return f"{size} over {found.report.transport}: {found.report.why}", found.wrong_bytes
+
+
+def check_gpu_memory(tokens: int = TOKENS) -> Finding:
+    """Return how the pattern came through the memory of the first GPU: there, and back."""
+    return judge("selftest.gpu", "GPU memory, there and back", lambda: _through_gpu(tokens))
+
+
+def _through_gpu(tokens: int) -> tuple[str, int]:
+    source, target = PatternCache(filled=True), PatternCache(filled=False)
+    memory = gpu_cache(open_gpu())
+    blocks = target.blocks  # of the GPU's cache too: in another order than the source's
+    with (
+        Agent("host", listen=_LOOPBACK, transport="loopback") as host,
+        Agent("gpu", listen=_LOOPBACK, transport="loopback") as gpu,
+    ):
+        for agent, cache in ((host, source.cache), (host, target.cache), (gpu, memory)):
+            agent.register(cache)
+        used = tokens // (TOKENS // len(blocks))
+        there = host.offer(source.cache, source.blocks[:used], tokens)
+        gpu.fetch(there.ticket, memory, blocks[:used], timeout=PATIENCE, codec="raw").wait()
+        back = gpu.offer(memory, blocks[:used], tokens)
+        fetch = host.fetch(back.ticket, target.cache, blocks[:used], timeout=PATIENCE, codec="raw")
+        fetch.wait()
+    size = format_bytes(fetch.report.bytes)
+    return f"{size} packed by it at {fetch.report.gbps:.2f} GB/s", target.wrong_bytes(tokens)
 
 
 def _loopback(cache: PatternCache, deadline: float) -> tuple[str, int]:

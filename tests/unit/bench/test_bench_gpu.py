@@ -10,9 +10,8 @@ import pytest
 from kvtest import fake_gpu
 from kvtest.bench import records
 
-from kvxfer import _core
-from kvxfer.bench import gpu
-from kvxfer.bench.case import BenchError
+from kvxfer import ResourceError, _core
+from kvxfer._gpu_memory import open_gpu
 
 LIBRARIES = {"cuda": "KVXFER_CUDA_LIBRARY", "hip": "KVXFER_HIP_LIBRARY"}
 
@@ -48,8 +47,8 @@ def test_transfers_between_gpus_are_checked(runtime):
 def test_without_a_gpu_it_says_what_each_runtime_says(monkeypatch):
     for variable in LIBRARIES.values():
         monkeypatch.setenv(variable, "libnone.so")
-    with pytest.raises(BenchError, match=r"CUDA: libnone.so: .*; HIP: libnone.so: "):
-        gpu.open_gpu()
+    with pytest.raises(ResourceError, match=r"CUDA: libnone.so: .*; HIP: libnone.so: "):
+        open_gpu()
     monkeypatch.setenv("KVXFER_CUDA_LIBRARY", "libc.so.6")
-    with pytest.raises(BenchError, match="CUDA: libc.so.6 has no cuInit"):
-        gpu.open_gpu()
+    with pytest.raises(ResourceError, match="CUDA: libc.so.6 has no cuInit"):
+        open_gpu()

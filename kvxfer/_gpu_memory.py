@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy.typing as npt
-
-from kvxfer.bench.case import BenchError
+from kvxfer.errors import ResourceError
 
 _NOT_READY = 600
 _NON_BLOCKING, _NO_TIMING, _ANY_DIRECTION = 1, 2, 4
@@ -23,28 +21,28 @@ _PATIENCE = 60.0  # seconds that a copy may take
 
 
 class GpuArray:
-    """Memory of the GPU, of the shape and type of an array; freed with this object."""
+    """Memory of the GPU, as an array of whole numbers; freed with this object."""
 
-    def __init__(self, driver: Cuda | Hip, like: npt.NDArray[Any]) -> None:
-        self._driver, self._bytes = driver, like.nbytes
-        self._address = driver.allocate(like.nbytes)
+    def __init__(self, driver: Cuda | Hip, shape: Sequence[int], itemsize: int) -> None:
+        self._driver, self._bytes = driver, math.prod(shape) * itemsize
+        self._address = driver.allocate(self._bytes)
         # At the process's end the driver frees it: nothing may be called any more by then.
         weakref.finalize(self, driver.free, self._address).atexit = False
         self.__cuda_array_interface__: dict[str, object] = {
-            "shape": like.shape,
-            "typestr": like.dtype.str,
+            "shape": tuple(shape),
+            "typestr": f"<u{itemsize}",
             "data": (self._address, False),
             "strides": None,
             "version": 3,
         }
 
-    def upload(self, array: npt.NDArray[Any]) -> None:
-        """Copy all of it to the GPU."""
-        self._driver.copy(self._address, array.ctypes.data, self._bytes)
+    def upload(self, address: int) -> None:
+        """Copy all of it from the host's memory at an address."""
+        self._driver.copy(self._address, address, self._bytes)
 
-    def download(self, array: npt.NDArray[Any]) -> None:
-        """Copy all of it from the GPU."""
-        self._driver.copy(array.ctypes.data, self._address, self._bytes)
+    def download(self, address: int) -> None:
+        """Copy all of it to the host's memory at an address."""
+        self._driver.copy(address, self._address, self._bytes)
 
 
 class _Driver:
@@ -61,18 +59,18 @@ class _Driver:
                 return
             except OSError as failure:
                 error = error or str(failure)
-        raise BenchError(error)
+        raise ResourceError(error)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Raise BenchError where it does not return 0."""
+        """Raise ResourceError where it does not return 0."""
         if result := self.result(name, *arguments):
-            raise BenchError(f"{name} says {result}")
+            raise ResourceError(f"{name} says {result}")
 
     def result(self, name: str, *arguments: object) -> int:
         try:
             return int(getattr(self._library, name)(*arguments))
         except AttributeError:
-            raise BenchError(f"{self._library._name} has no {name}") from None
+            raise ResourceError(f"{self._library._name} has no {name}") from None
 
     def made(self, name: str, *arguments: object) -> ctypes.c_void_p:
         """Return what a call writes to its first argument."""
@@ -81,20 +79,22 @@ class _Driver:
         return handle
 
     def count(self, name: str) -> None:
-        """Raise BenchError where there is no GPU."""
+        """Raise ResourceError where there is no GPU."""
         count = ctypes.c_int(0)
         self.call(name, ctypes.byref(count))
         if count.value < 1:
-            raise BenchError(f"{name} finds none")
+            raise ResourceError(f"{name} finds none")
 
     def wait(self, name: str, event: ctypes.c_void_p) -> None:
         end = time.monotonic() + _PATIENCE
         while (result := self.result(name, event)) == _NOT_READY:
             if time.monotonic() > end:
-                raise BenchError(f"a copy to or from the GPU takes longer than {_PATIENCE:.0f} s")
+                raise ResourceError(
+                    f"a copy to or from the GPU takes longer than {_PATIENCE:.0f} s"
+                )
             time.sleep(0.0002)
         if result:
-            raise BenchError(f"{name} says {result}")
+            raise ResourceError(f"{name} says {result}")
 
 
 class Cuda(_Driver):
@@ -169,13 +169,13 @@ def open_gpu() -> Cuda | Hip:
 
     Raises
     ------
-    BenchError
+    ResourceError
         There is none; it says what CUDA and HIP say.
     """
     reasons = []
     for kind in (Cuda, Hip):
         try:
             return kind()
-        except BenchError as error:
+        except ResourceError as error:
             reasons.append(f"{kind.name}: {error}")
-    raise BenchError(f"--memory gpu: no GPU can be used here: {'; '.join(reasons)}")
+    raise ResourceError(f"no GPU can be used here: {'; '.join(reasons)}")
