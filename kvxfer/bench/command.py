@@ -182,10 +182,10 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], address: str) -> in
             shown = json.dumps(result.record()) if options.json else table.row(result)
             print(shown, flush=True)
             results.append(result)
-    if not options.json and (legend := report.legend(results)):
-        print(f"\n{legend}")
     if options.plot:
         plot.plot(results, options.plot, f"kvxfer {__version__}, {mine['cpu']}")
+    if not options.json and (legend := report.legend(results)):
+        print(f"\n{legend}")
     return 2 if failed(results) else 0
 
 

@@ -56,6 +56,10 @@ def plot(results: Sequence[Result], path: str, title: str) -> None:
 
 def _label(case: Case, result: Result) -> str:
     parts = [result.report["transport"], format_bytes(case.block_bytes) + " blocks"]
+    if len(case.planes) > 1 or case.layers > 1:
+        parts.insert(0, case.name)  # of a model
+    if case.memory != "host":
+        parts.append(case.memory)
     if case.codec != "raw":
         parts.append(case.codec)
     if case.path != "auto":
