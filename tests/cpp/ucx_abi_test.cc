@@ -29,7 +29,11 @@ KVXFER_SAME(Params, ucp_params_t, mt_workers_shared);
 KVXFER_SAME(Params, ucp_params_t, name);
 
 static_assert(WorkerParams::kThreadMode == UCP_WORKER_PARAM_FIELD_THREAD_MODE);
-static_assert(int{kThreadSerialized} == int{UCS_THREAD_MODE_SERIALIZED});
+static_assert(int{kThreadSerialized} == int{UCS_THREAD_MODE_SERIALIZED} &&
+              int{kThreadMulti} == int{UCS_THREAD_MODE_MULTI});
+static_assert(LibAttr::kMaxThreadLevel == UCP_LIB_ATTR_FIELD_MAX_THREAD_LEVEL);
+KVXFER_SAME(LibAttr, ucp_lib_attr_t, field_mask);
+KVXFER_SAME(LibAttr, ucp_lib_attr_t, max_thread_level);
 KVXFER_SAME(WorkerParams, ucp_worker_params_t, thread_mode);
 KVXFER_SAME(WorkerParams, ucp_worker_params_t, cpu_mask);
 KVXFER_SAME(WorkerParams, ucp_worker_params_t, client_id);

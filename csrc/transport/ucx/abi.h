@@ -56,7 +56,13 @@ struct Params {
   const char* name = nullptr;
 };
 
-enum ThreadMode : uint32_t { kThreadSingle, kThreadSerialized };
+enum ThreadMode : uint32_t { kThreadSingle, kThreadSerialized, kThreadMulti };
+
+struct LibAttr {
+  static constexpr uint64_t kMaxThreadLevel = 1u << 0;
+  uint64_t field_mask = 0;
+  ThreadMode max_thread_level = kThreadSingle;
+};
 
 struct WorkerParams {
   static constexpr uint64_t kThreadMode = 1u << 0;

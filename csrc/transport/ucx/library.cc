@@ -30,7 +30,8 @@ fs::path file_of(const void* function) {
 }
 
 // Loads a libucp by its path. What it is made of comes first and from the same folder: the loader
-// would take what it finds elsewhere under the same name, of whatever version.
+// would take what it finds elsewhere under the same name, of whatever version. Lazily, for libucm
+// calls a function of libucs, which needs libucm.
 void* load_file(const fs::path& path) {
   for (const char* part : {"libucm.so.0", "libucs.so.0", "libuct.so.0"}) {
     ::dlopen((path.parent_path() / part).c_str(), RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
@@ -45,6 +46,11 @@ std::string last_problem() {
 
 void* find(const std::vector<std::string>& last_resort) {
   if (void* loaded = ::dlopen(kName, kHow | RTLD_NOLOAD)) return loaded;
+  // UCX reads these while it is loaded. It would handle SIGHUP and the signals of crashes from then
+  // on, and report on standard output.
+  ::setenv("UCX_DEBUG_SIGNO", "0", 0);
+  ::setenv("UCX_HANDLE_ERRORS", "none", 0);
+  ::setenv("UCX_LOG_FILE", "stderr", 0);
   if (const char* named = std::getenv("KVXFER_UCX_PATH"); named && *named) {
     std::error_code ignored;
     fs::path path = fs::absolute(named, ignored);
@@ -58,8 +64,8 @@ void* find(const std::vector<std::string>& last_resort) {
     if (void* handle = load_file(path)) return handle;
   }
   fail(problem +
-       "; install UCX (Debian, Ubuntu: libucx0; without RDMA: pip install kvxfer[ucx]) or name its "
-       "folder in KVXFER_UCX_PATH");
+       "; install UCX (Debian, Ubuntu: libucx0; without RDMA: pip install 'kvxfer[ucx]') or name "
+       "its folder in KVXFER_UCX_PATH");
 }
 
 template <typename Function>
@@ -77,9 +83,7 @@ std::shared_ptr<const Library> Library::load(const std::vector<std::string>& las
   void* handle = find(last_resort);
   auto library = std::make_shared<Library>();
   resolve(handle, library->get_version, "ucp_get_version");
-  resolve(handle, library->status_string, "ucs_status_string");
   const fs::path path = file_of(reinterpret_cast<void*>(library->get_version));
-  const fs::path base = file_of(reinterpret_cast<void*>(library->status_string));
   unsigned major = 0, minor = 0, release = 0;
   library->get_version(&major, &minor, &release);
   library->path = path.string();
@@ -89,11 +93,21 @@ std::shared_ptr<const Library> Library::load(const std::vector<std::string>& las
   if (major != kApiMajor || minor < kApiMinor) {
     fail(found + ", and 1.13 or a later 1.x is needed: name the folder of one in KVXFER_UCX_PATH");
   }
-  if (path.parent_path() != base.parent_path()) {
-    fail(found + ", but it runs on '" + base.string() +
+  for (const char* name : {"ucs_status_string", "uct_query_components", "ucm_set_event_handler"}) {
+    const fs::path part = file_of(::dlsym(handle, name));
+    if (part.empty() || part.parent_path() == path.parent_path()) continue;
+    fail(found + ", but it runs on '" + part.string() +
          "': two copies of UCX are mixed in this process; leave one of them out of "
          "LD_LIBRARY_PATH, or name the folder of the right one in KVXFER_UCX_PATH");
   }
+  resolve(handle, library->lib_query, "ucp_lib_query");
+  LibAttr attr;
+  attr.field_mask = LibAttr::kMaxThreadLevel;
+  if (library->lib_query(&attr) != kOk || attr.max_thread_level != kThreadMulti) {
+    fail(found + ", built without --enable-mt, and several threads would use it: name the folder " +
+         "of one built with it in KVXFER_UCX_PATH (of HPC-X, its folder mt)");
+  }
+  resolve(handle, library->status_string, "ucs_status_string");
   resolve(handle, library->config_read, "ucp_config_read");
   resolve(handle, library->config_modify, "ucp_config_modify");
   resolve(handle, library->config_release, "ucp_config_release");

@@ -14,14 +14,16 @@ namespace kvxfer::ucp {
 struct Library {
   // Finds the one copy of this process: what is loaded already; else what KVXFER_UCX_PATH names, a
   // library or its folder; else the system's; else the first of `last_resort` that there is. It
-  // stays loaded for good. Throws Error(kNoResources) when there is none, when it is too old, or
-  // when its parts come from different places. Thread-safe.
+  // stays loaded for good, and leaves signals and standard output to the program. Throws
+  // Error(kNoResources) when there is none, when it is too old or not for several threads, or when
+  // its parts come from different places. Thread-safe.
   static std::shared_ptr<const Library> load(const std::vector<std::string>& last_resort);
 
   std::string path;     // of the file
   std::string version;  // as "1.22.0"
 
   void (*get_version)(unsigned* major, unsigned* minor, unsigned* release) = nullptr;
+  Status (*lib_query)(LibAttr* attr) = nullptr;
   const char* (*status_string)(Status status) = nullptr;
   Status (*config_read)(const char* prefix, const char* file, Config** config) = nullptr;
   Status (*config_modify)(Config* config, const char* name, const char* value) = nullptr;
