@@ -24,8 +24,8 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 class Ucx {
  public:
   // `timeout`: seconds that a producer waits for its consumer.
-  Ucx(Agent& agent, const std::vector<std::string>& libraries, double timeout)
-      : agent_(agent), fabric_(agent.io(), {libraries}), timeout_(timeout) {}
+  Ucx(Agent& agent, const std::vector<std::string>& libraries, bool rdma_only, double timeout)
+      : agent_(agent), fabric_(agent.io(), {libraries, rdma_only}), timeout_(timeout) {}
 
   double timeout() const { return timeout_; }
 
@@ -104,7 +104,9 @@ void register_ucx(py::module_& module) {
 
   module.def(
       "ucx_info",
-      [](const std::vector<std::string>& libraries) { return describe_ucx({libraries}); },
+      [](const std::vector<std::string>& libraries) {
+        return describe_ucx({.libraries = libraries});
+      },
       py::arg("libraries"), NoGil());
 
   py::class_<Endpoint, std::unique_ptr<Endpoint, DeleteWithoutGil<Endpoint>>>(module, "UcxEndpoint")
@@ -128,8 +130,9 @@ void register_ucx(py::module_& module) {
       .def("close", &Endpoint::close, NoGil());
 
   py::class_<Ucx, std::unique_ptr<Ucx, DeleteWithoutGil<Ucx>>>(module, "Ucx")
-      .def(py::init<Agent&, const std::vector<std::string>&, double>(), py::arg("agent"),
-           py::arg("libraries"), py::arg("timeout"), py::keep_alive<1, 2>(), NoGil())
+      .def(py::init<Agent&, const std::vector<std::string>&, bool, double>(), py::arg("agent"),
+           py::arg("libraries"), py::arg("rdma_only"), py::arg("timeout"), py::keep_alive<1, 2>(),
+           NoGil())
       .def(
           "endpoint",
           [](Ucx& ucx, bool with_arena) {

@@ -679,7 +679,9 @@ def ucx_info(libraries: Sequence[str]) -> UcxInfo:
 class Ucx:
     """UCX as one agent uses it. Thread-safe; keeps its agent alive."""
 
-    def __init__(self, agent: Agent, libraries: Sequence[str], timeout: float) -> None:
+    def __init__(
+        self, agent: Agent, libraries: Sequence[str], rdma_only: bool, timeout: float
+    ) -> None:
         """Raises ResourceError. A producer waits so many seconds for its consumer."""
     def endpoint(self, with_arena: bool) -> UcxEndpoint:
         """Make one side of a connection: the consumer's, which has the arena, or the producer's."""
@@ -692,7 +694,7 @@ class UcxEndpoint:
         """For the peer, which must have proved itself; a producer's once that is connected."""
     @property
     def lanes(self) -> list[str]:
-        """What UCX has chosen, once connected."""
+        """What the producer's UCX has chosen, once connected: its word, at the consumer."""
     @property
     def rdma(self) -> bool:
         """Whether all of these are."""

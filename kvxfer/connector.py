@@ -10,7 +10,7 @@ import socket
 from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.errors import Error, HandshakeError, ResourceError, Status
-from kvxfer.fabrics import NAMES, Fabrics, shortfall
+from kvxfer.fabrics import NAMES, Fabrics
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -44,6 +44,11 @@ def allowed_transports(config: Config) -> list[str]:
     return [name for name in allowed if config.require is None or name in NAMES]
 
 
+def means_rdma(config: Config) -> bool:
+    """Return whether ucx is to be RDMA with these settings: it is, unless asked for by name."""
+    return config.transport != "ucx" or config.require is not None
+
+
 def offered_transports(config: Config, fabrics: Fabrics) -> tuple[list[str], dict[str, str]]:
     """Return those of them that can be used, and by name why others can't."""
     offered: list[str] = []
@@ -52,8 +57,7 @@ def offered_transports(config: Config, fabrics: Fabrics) -> tuple[list[str], dic
         if name == "ucx" and "verbs" in offered:
             continue  # it could do no more
         if name in NAMES:
-            rdma = config.transport != "ucx" or config.require is not None
-            problem = fabrics.problem(name, rdma=rdma)
+            problem = fabrics.problem(name, rdma=means_rdma(config))
             if problem is not None:
                 problems[name] = problem
                 continue
@@ -143,9 +147,10 @@ def _converse(
         "host": host_identity(),
         "transports": offered,
         "streams": config.tcp_streams,
+        "rdma": means_rdma(config),
     }
-    if "verbs" in problems:
-        hello["no_verbs"] = str(problem_frame(problems["verbs"])["problem"])
+    for lacking, problem in problems.items():
+        hello[f"no_{lacking}"] = str(problem_frame(problem)["problem"])
     send_frame(sock, hello, deadline)
     reply = recv_frame(sock, deadline)
     if reply["kvxfer"] != PROTOCOL:
@@ -168,7 +173,7 @@ def _converse(
     session, why = str(chosen["session"]), str(chosen["why"])
     transport = str(chosen["transport"])
     if transport in NAMES:
-        opened = _open_fabric(fabrics, transport, sock, deadline, rdma=config.require is not None)
+        opened = _open_fabric(fabrics, transport, sock, deadline, rdma=means_rdma(config))
         if not isinstance(opened, str):
             link, rdma = opened
             core.attach(peer=peer, link=link, incarnation=found.incarnation, inbound=False, why=why)
@@ -211,7 +216,7 @@ def _open_fabric(
     The link has a descriptor of `sock` of its own.
     """
     try:
-        endpoint = fabrics.endpoint(transport, with_arena=True)
+        endpoint = fabrics.endpoint(transport, with_arena=True, rdma=rdma)
     except Error as error:
         problem = f"the consumer: {error}"
         send_frame(sock, problem_frame(problem), deadline)
@@ -224,11 +229,7 @@ def _open_fabric(
         try:
             link = endpoint.connect(control_fd=os.dup(sock.fileno()), remote=remote)
         except Error as error:
-            lack: str | None = str(error)
-        else:
-            lack = shortfall(endpoint, rdma=rdma)
-        if lack is not None:
-            problem = f"the consumer: {lack}"
+            problem = f"the consumer: {error}"
             send_frame(sock, problem_frame(problem), deadline)
             return problem
         found = link, endpoint.rdma

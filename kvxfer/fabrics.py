@@ -33,29 +33,23 @@ class Fabrics:
         With `rdma`, UCX has to have more to offer than sockets and shared memory, which kvxfer's
         own transports do better.
         """
-        return self._verbs.problem() if transport == "verbs" else ucx.problem(rdma=rdma)
+        return self._verbs.problem() if transport == "verbs" else self._ucx.problem(rdma=rdma)
 
     def endpoint(
-        self, transport: str, *, with_arena: bool
+        self, transport: str, *, with_arena: bool, rdma: bool = True
     ) -> _core.VerbsEndpoint | _core.UcxEndpoint:
-        """Return this side of a connection that is to be made.
+        """Return this side of a connection that is to be made; `rdma` as in `problem`.
 
         Raises
         ------
         Error
             It cannot be had.
         """
-        fabric = self._verbs if transport == "verbs" else self._ucx
-        return fabric.endpoint(with_arena=with_arena)
+        if transport == "verbs":
+            return self._verbs.endpoint(with_arena=with_arena)
+        return self._ucx.endpoint(with_arena=with_arena, rdma=rdma)
 
     def close(self) -> None:
         """Let go of them. Links that were made keep what they need."""
         self._verbs.close()
         self._ucx.close()
-
-
-def shortfall(endpoint: _core.VerbsEndpoint | _core.UcxEndpoint, *, rdma: bool) -> str | None:
-    """Return what a connected endpoint lacks where it has to be RDMA, or None."""
-    if not rdma or endpoint.rdma:
-        return None
-    return f"UCX would go by {', '.join(endpoint.lanes)}, and that is no RDMA"

@@ -17,7 +17,7 @@ from kvxfer import _core, tls
 from kvxfer.config import Config
 from kvxfer.connector import allowed_transports
 from kvxfer.errors import ConfigError, Error, HandshakeError, ResourceError, Status
-from kvxfer.fabrics import NAMES, Fabrics, shortfall
+from kvxfer.fabrics import NAMES, Fabrics
 from kvxfer.handshake import (
     PROTOCOL,
     Deadline,
@@ -268,9 +268,8 @@ class Listener:
                     stream.close()
 
     def _has_to_be_rdma(self, hello: Frame) -> bool:
-        """Return whether nobody has asked for ucx by its name, or somebody for RDMA."""
-        asked = ["ucx"] in (hello["transports"], allowed_transports(self._config))
-        return not asked or self._config.require is not None
+        """Return whether ucx, if it is taken, has to be RDMA."""
+        return bool(hello.get("rdma", True)) or self._config.require is not None
 
     def _choose(self, hello: Frame) -> tuple[str, str]:
         theirs = [str(name) for name in hello["transports"]]
@@ -279,7 +278,11 @@ class Listener:
         common = [name for name in ours if name in theirs]
         if "shm" in common and same_host:
             return "shm", "both agents run on one host"
-        without = [f"verbs for the consumer: {hello['no_verbs']}"] if "no_verbs" in hello else []
+        without = [
+            f"{name} for the consumer: {hello[f'no_{name}']}"
+            for name in NAMES
+            if f"no_{name}" in hello
+        ]
         rdma = self._has_to_be_rdma(hello)
         for name in [name for name in ours if name in NAMES]:
             if name == "ucx" and (name not in common or "verbs" in common):
@@ -395,15 +398,13 @@ class Listener:
             return said
         try:
             with contextlib.closing(
-                self._fabrics.endpoint(transport, with_arena=False)
+                self._fabrics.endpoint(transport, with_arena=False, rdma=rdma)
             ) as endpoint:
                 # Before the consumer: once that has connected, there is no way back to TCP.
                 link = endpoint.connect(control_fd=os.dup(connection.fileno()), remote=remote)
-                address, lack = endpoint.address, shortfall(endpoint, rdma=rdma)
+                address = endpoint.address
         except Error as error:
-            lack = str(error)
-        if lack is not None:
-            problem = f"the producer: {lack}"
+            problem = f"the producer: {error}"
             send_frame(connection, problem_frame(problem), deadline)
             return problem
         send_frame(connection, endpoint_frame(address), deadline)

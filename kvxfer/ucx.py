@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,12 +37,16 @@ def info() -> _core.UcxInfo:
     """
     from kvxfer import _core  # only here: importing kvxfer loads no native code
 
+    _check_build()
+    return _core.ucx_info(libraries())
+
+
+def _check_build() -> None:
+    from kvxfer import _core  # only here: importing kvxfer loads no native code
+
     about = _core.build_info()["back_ends"]["ucx"]
     if about["state"] != "on":
         raise ResourceError(f"this build is without the ucx transport: {about['reason']}")
-    # Read when it is loaded. It would report on standard output, which belongs to the program.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    return _core.ucx_info(libraries())
 
 
 def problem(*, rdma: bool) -> str | None:
@@ -71,10 +74,17 @@ class Workers:
     def __init__(self, core: _core.Agent, config: Config) -> None:
         self._core, self._config = core, config
         self._lock = threading.Lock()
-        self._ucx: _core.Ucx | None = None
+        self._ucx: dict[bool, _core.Ucx] = {}  # by whether only RDMA will do
 
-    def endpoint(self, *, with_arena: bool) -> _core.UcxEndpoint:
-        """Return this side of a connection that is to be made.
+    def problem(self, *, rdma: bool) -> str | None:
+        """Return why it can't be used at this moment, or for RDMA where that is asked for."""
+        with self._lock:
+            if rdma in self._ucx:
+                return None
+        return problem(rdma=rdma)
+
+    def endpoint(self, *, with_arena: bool, rdma: bool) -> _core.UcxEndpoint:
+        """Return this side of a connection that is to be made, by RDMA alone where that is meant.
 
         Raises
         ------
@@ -82,15 +92,17 @@ class Workers:
             UCX cannot be used, or memory cannot be registered with it.
         """
         with self._lock:
-            if self._ucx is None:
+            if rdma not in self._ucx:
                 from kvxfer import _core  # only here: importing kvxfer loads no native code
 
-                info()
-                self._ucx = _core.Ucx(self._core, libraries(), self._config.handshake_timeout)
-            ucx = self._ucx
+                _check_build()
+                # The other half of the handshake's time is for tcp, if UCX gets nowhere.
+                timeout = self._config.handshake_timeout / 2
+                self._ucx[rdma] = _core.Ucx(self._core, libraries(), rdma, timeout)
+            ucx = self._ucx[rdma]
         return ucx.endpoint(with_arena)
 
     def close(self) -> None:
         """Let go of it. Links that were made keep what they need."""
         with self._lock:
-            self._ucx = None
+            self._ucx.clear()

@@ -55,7 +55,7 @@ TEST_CASE("links say what they are") {
     LinkPair pair(name);
     CHECK(std::string(pair.producer->transport()) == kind_of(name));
     CHECK(pair.producer->describe().starts_with(pair.producer->transport()));
-    CHECK(pair.consumer->one_sided() == (name == "shm" || name == "verbs"));
+    CHECK(pair.consumer->one_sided() == (name == "shm" || name == "verbs" || name == "ucx-rc"));
     CHECK_FALSE(pair.producer->one_sided());
     CHECK(pair.producer->mapped_arena().size() == (name == "shm" ? pair.arena.size() : 0));
     CHECK(pair.consumer->mapped_arena().empty());

@@ -1,10 +1,14 @@
 // Lets the tests of all transports run over UCX too, where there is one: over its sockets, and over
-// its shared memory, which it takes only when told that errors are handled there.
+// its shared memory, which it takes only when told that errors are handled there. Where
+// KVXFER_TEST_VERBS names adapters, over RDMA instead: reliable connections, whose puts are used,
+// and datagrams.
 
 #include <doctest/doctest.h>
 
 #include <cstdlib>
-#include <future>
+#include <cstring>
+#include <functional>
+#include <string>
 
 #include "kvxfer/status.h"
 #include "kvxfer/ucx.h"
@@ -38,10 +42,22 @@ bool add_ucx() {
     return false;
   }
   using namespace std::placeholders;
-  further_transports().emplace("ucx-tcp", std::bind(make_ucx_pair, "tcp", _1, _2, _3));
-  ::setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
-  ::setenv("UCX_SYSV_ERROR_HANDLING", "y", 1);
-  further_transports().emplace("ucx-shm", std::bind(make_ucx_pair, "posix,sysv", _1, _2, _3));
+  const auto add = [](const char* name, const char* transports) {
+    further_transports().emplace(name, std::bind(make_ucx_pair, transports, _1, _2, _3));
+  };
+  if (const char* devices = std::getenv("KVXFER_TEST_VERBS")) {
+    // One adapter for both sides: UCX reads the environment for each context.
+    const std::string device(devices, std::strcspn(devices, ",/"));
+    ::setenv("UCX_NET_DEVICES", (device + ":1").c_str(), 1);
+    ::setenv("UCX_IB_GID_INDEX", "0", 1);  // soft-RoCE drops its datagrams to IPv4 addresses
+    add("ucx-rc", "rc_v");
+    add("ucx-ud", "ud_v");
+  } else {
+    ::setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
+    ::setenv("UCX_SYSV_ERROR_HANDLING", "y", 1);
+    add("ucx-tcp", "tcp");
+    add("ucx-shm", "posix,sysv");
+  }
   return true;
 }
 

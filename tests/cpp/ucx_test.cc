@@ -8,9 +8,11 @@
 #include <optional>
 #include <thread>
 
+#include "base/byte_io.h"
 #include "kvxfer/status.h"
 #include "kvxfer/ucx.h"
 #include "link_pair.h"
+#include "transport/ucx/worker.h"
 
 namespace kvxfer::testing {
 namespace {
@@ -24,10 +26,13 @@ std::vector<std::string> ucx_transports() {
   return names;
 }
 
-// Both endpoints, over sockets, not connected.
+// As ucx_link_pair.cc has it.
+bool over_rdma() { return std::getenv("KVXFER_TEST_VERBS") != nullptr; }
+
+// Both endpoints, not connected.
 struct Ends {
   explicit Ends(size_t arena_bytes = 1u << 20) : arena(arena_bytes) {
-    ::setenv("UCX_TLS", "tcp", 1);
+    ::setenv("UCX_TLS", over_rdma() ? "rc_v" : "tcp", 1);
     producer_fabric.emplace(producer_threads, UcxOptions{});
     consumer_fabric.emplace(consumer_threads, UcxOptions{});
     producer.emplace(*producer_fabric, nullptr);
@@ -39,6 +44,24 @@ struct Ends {
   IoThreads producer_threads{1}, consumer_threads{1};
   std::optional<UcxFabric> producer_fabric, consumer_fabric;
   std::optional<UcxEndpoint> producer, consumer;
+};
+
+// The end that `end` has connected, and the other end of its control connection.
+struct Connected {
+  Connected(UcxEndpoint& end, std::span<const std::byte> remote) {
+    const auto [ours, theirs] = tcp_pair(false);
+    control = theirs;
+    link = end.connect(ours, remote, 10);
+  }
+  ~Connected() {
+    link->close("the test is over");
+    sink.wait_closed();
+    ::close(control);
+  }
+
+  Recorder sink;
+  std::shared_ptr<Link> link;
+  int control;
 };
 
 std::string failure_of(UcxEndpoint& end, std::span<const std::byte> remote, double timeout = 10) {
@@ -53,7 +76,7 @@ std::string failure_of(UcxEndpoint& end, std::span<const std::byte> remote, doub
   return text;
 }
 
-TEST_CASE("ucx: a link names the lanes that UCX has chosen, and its version") {
+TEST_CASE("ucx: a link names the lanes that UCX has chosen, what it does, and its version") {
   for (const std::string& name : ucx_transports()) {
     LinkPair pair(name);
     for (const auto& link : {pair.producer, pair.consumer}) {
@@ -64,8 +87,12 @@ TEST_CASE("ucx: a link names the lanes that UCX has chosen, and its version") {
           text.find("posix/memory") != text.npos || text.find("sysv/memory") != text.npos;
       CHECK(sockets == (name == "ucx-tcp"));
       CHECK(memory == (name == "ucx-shm"));
+      CHECK((text.find(" over rc_verbs/") != text.npos) == (name == "ucx-rc"));
+      CHECK((text.find(" over ud_verbs/") != text.npos) == (name == "ucx-ud"));
       CHECK(text.starts_with("ucx 1."));
-      CHECK_FALSE(link->rate());
+      const char* how = name == "ucx-rc" ? ", by put; control" : ", in messages; control";
+      CHECK(text.find(how) != text.npos);
+      CHECK(link->rate().has_value() == (over_rdma() && link == pair.producer));
     }
   }
 }
@@ -122,7 +149,7 @@ TEST_CASE("ucx: writes over the limits end the link, with a reason") {
 }
 
 TEST_CASE("ucx: transports past our fence are never used") {
-  if (ucx_transports().empty()) return;
+  if (ucx_transports().empty() || over_rdma()) return;
   for (const char* given : {"tcp,cma", "all"}) {
     ::setenv("UCX_TLS", given, 1);
     const UcxInfo info = describe_ucx({});
@@ -146,7 +173,6 @@ TEST_CASE("ucx: addresses that make no sense are refused") {
   Ends ends;
   const Bytes address = ends.consumer->address();
   for (size_t size = 0; size < address.size(); ++size) {
-    if (size > 24 && size + 24 < address.size()) continue;  // inside of what is UCX's
     CHECK_FALSE(failure_of(*ends.producer, std::span(address).first(size)).empty());
   }
   Bytes other = address;
@@ -157,11 +183,98 @@ TEST_CASE("ucx: addresses that make no sense are refused") {
   CHECK(failure_of(*ends.producer, other).find("too many") != std::string::npos);
   // An arena that reaches over the end of all addresses.
   other = address;
-  std::fill_n(other.begin() + 4, 8, std::byte{0xff});
+  std::fill_n(other.begin() + 20, 8, std::byte{0xff});
   CHECK(failure_of(*ends.producer, other).find("makes no sense") != std::string::npos);
   // Four thousand million lanes.
-  const Bytes many(4, std::byte{0xff});
+  const Bytes many(8, std::byte{0xff});
   CHECK_FALSE(failure_of(*ends.consumer, many).empty());
+  ByteWriter coloured;
+  coloured.put(uint32_t{0});
+  coloured.put(uint32_t{1});
+  coloured.put_string("\x1b[31mtcp/lo");
+  CHECK(failure_of(*ends.consumer, coloured.take()).find("make no sense") != std::string::npos);
+  ByteWriter puts;  // into memory whose key nobody has told
+  puts.put(uint32_t{1});
+  puts.put(uint32_t{0});
+  CHECK(failure_of(*ends.consumer, puts.take()).find("no key") != std::string::npos);
+}
+
+// UCX takes no lengths, and would read beyond the end of what was cut short.
+TEST_CASE("ucx: what UCX parses is followed by zeros") {
+  ucp::ReaderAddress given;
+  given.arena_bytes = 1;
+  given.rkey = "r";
+  given.worker = "w";
+  const auto decoded = ucp::ReaderAddress::decode(given.encode());
+  const std::string zeros(64u << 10, '\0');
+  CHECK(decoded.rkey == "r" + zeros);
+  CHECK(decoded.worker == "w" + zeros);
+  given.rkey.clear();
+  CHECK(ucp::ReaderAddress::decode(given.encode()).rkey.empty());
+}
+
+TEST_CASE("ucx: worker addresses that are cut short reach nobody") {
+  if (ucx_transports().empty()) return;
+  Ends ends;
+  auto address = ucp::ReaderAddress::decode(ends.consumer->address());
+  const std::string whole = address.worker.substr(0, address.worker.find_last_not_of('\0') + 1);
+  for (size_t size = 1; size < whole.size(); size += 9) {
+    CAPTURE(size);
+    address.worker = whole.substr(0, size);
+    UcxEndpoint producer(*ends.producer_fabric, nullptr);
+    CHECK_FALSE(failure_of(producer, address.encode(), 0.5).empty());
+  }
+}
+
+TEST_CASE("ucx: messages of strangers are as if they had not come") {
+  if (ucx_transports().empty()) return;
+  for (const bool knows_key : {false, true}) {
+    CAPTURE(knows_key);
+    Ends ends;
+    Bytes address = ends.consumer->address();
+    Connected producer(*ends.producer, address);
+    Connected consumer(*ends.consumer, ends.producer->address());
+    consumer.sink.incoming_hook = [&](uint64_t offset, auto, auto) {
+      return ends.arena.data() + offset;
+    };
+    if (!knows_key) address[4 + 15] ^= std::byte{1};
+    UcxEndpoint other_end(*ends.producer_fabric, nullptr);
+    Connected stranger(other_end, address);
+    for (Connected* end : {&producer, &consumer, &stranger}) end->link->start(end->sink);
+
+    const Bytes theirs(1000, std::byte{1}), ours(1000, std::byte{2});
+    stranger.link->write(theirs, 0, to_bytes("theirs"), 1);
+    CHECK(stranger.sink.wait([&] { return stranger.sink.written.size() == 1; }));
+    // What it sent is a thing of the past when many of ours have come.
+    constexpr size_t kMany = 50;
+    for (size_t i = 0; i < kMany; ++i) producer.link->write(ours, 0, to_bytes("ours"), i);
+    const size_t expected = knows_key ? kMany + 1 : kMany;
+    CHECK(consumer.sink.wait([&] { return consumer.sink.landed.size() == expected; }));
+    const auto& landed = consumer.sink.landed;
+    CHECK(std::any_of(landed.begin(), landed.end(), [](const auto& write) {
+            return write.notice == to_bytes("theirs");
+          }) == knows_key);
+    CHECK(consumer.sink.times_closed() == 0);
+  }
+}
+
+TEST_CASE("ucx: what a peer sends too early is bounded") {
+  for (const std::string& name : ucx_transports()) {
+    CAPTURE(name);
+    LinkPair pair(name);
+    if (pair.consumer->one_sided()) continue;  // its messages are small
+    pair.producer->start(pair.producer_sink);
+    const Bytes source(8u << 20);
+    constexpr size_t kWrites = 12;
+    for (uint64_t token = 0; token < kWrites; ++token) {
+      pair.producer->write(source, 0, {}, token);
+    }
+    CHECK(pair.producer_sink.wait([&] { return pair.producer_sink.written.size() == kWrites; }));
+    pair.consumer->start(pair.consumer_sink);
+    pair.started = true;
+    CHECK(pair.consumer_sink.wait_closed());
+    CHECK(pair.consumer_sink.closed[0].find("before it was asked to") != std::string::npos);
+  }
 }
 
 TEST_CASE("ucx: a consumer that is gone is not waited for beyond the timeout") {

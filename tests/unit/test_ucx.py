@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,66 @@ def test_a_library_that_is_none(use_ucx: None, tmp_path: Path) -> None:
     assert "libucp.so.0" in says(KVXFER_UCX_PATH=str(tmp_path))
 
 
+def test_signals_of_the_program_are_left_alone(use_ucx: None) -> None:
+    said = says(
+        "import kvxfer\n"
+        "def caught():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return [line for line in lines if line.startswith(('SigCgt', 'SigIgn'))]\n"
+        "before = caught()\n"
+        "assert kvxfer.transports()['ucx'].available\n"
+        "print(before, caught(), sep='\\n')\n"
+    )
+    before, after = said.splitlines()
+    assert before == after
+
+
+# What is looked at before the first of UCX's own functions is called.
+_STUB = """
+void ucp_get_version(unsigned* major, unsigned* minor, unsigned* release) {
+  *major = 1, *minor = MINOR, *release = 0;
+}
+struct attr { unsigned long mask; unsigned level; };
+signed char ucp_lib_query(struct attr* attr) { return attr->level = LEVEL, 0; }
+"""
+_PART = "void uct_query_components(void) {}"
+
+
+def stub(folder: Path, code: str, *options: str, name: str = "libucp.so.0") -> Path:
+    """Build a library that is taken for UCX's."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler here")
+    folder.mkdir(exist_ok=True)
+    (folder / "stub.c").write_text(code)
+    library = folder / name
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, folder / "stub.c", *options], check=True
+    )
+    return library
+
+
+@pytest.mark.parametrize(
+    ("minor", "level", "reason"),
+    [
+        (12, 2, "1.13 or a later 1.x is needed"),
+        (13, 1, "without --enable-mt"),
+        (13, 2, "has no function ucs_status"),
+    ],
+)
+def test_what_it_is_built_for(
+    use_ucx: None, tmp_path: Path, minor: int, level: int, reason: str
+) -> None:
+    stub(tmp_path, _STUB, f"-DMINOR={minor}", f"-DLEVEL={level}")
+    assert reason in says(KVXFER_UCX_PATH=str(tmp_path))
+
+
+def test_parts_of_two_copies_are_refused(use_ucx: None, tmp_path: Path) -> None:
+    part = stub(tmp_path / "other", _PART, "-Wl,-soname,libuct.so.0", name="libuct.so.0")
+    options = ("-DMINOR=13", "-DLEVEL=2", str(part), f"-Wl,-rpath,{part.parent}")
+    stub(tmp_path / "ucx", _STUB, "-Wl,--no-as-needed", *options)
+    said = says(KVXFER_UCX_PATH=str(tmp_path / "ucx"))
+    assert f"it runs on '{part}': two copies of UCX are mixed" in said
+
+
 def test_the_wheel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libucx" / "lib").mkdir(parents=True)
     (tmp_path / "libucx" / "__init__.py").write_text("raise AssertionError('imported')")
@@ -121,7 +182,10 @@ def test_a_consumer_that_needs_rdma_takes_nothing_less(
         offer = prefill.offer(source.cache, [0], 16)
         monkeypatch.setattr(ucx, "problem", lambda *, rdma: None)  # as if there were adapters
         fetch = decode.fetch(offer.ticket, target.cache, [1], require="rdma")
-        with pytest.raises(kvxfer.TransferError, match=r"would go by tcp/lo.* no RDMA"):
+        with pytest.raises(
+            kvxfer.TransferError,
+            match=r"the consumer: UCX 1\..* has only tcp/lo here, and that is no RDMA",
+        ):
             fetch.wait(LONG)
         decode.fetch(offer.ticket, target.cache, [1]).wait(LONG)
 
@@ -139,3 +203,58 @@ def test_addresses_that_make_no_sense(
         pytest.raises(kvxfer.HandshakeError, match="ends early"),
     ):
         decode.connect(prefill.name, prefill.address)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Producers believe that their consumers are on another host."""
+    monkeypatch.setattr("kvxfer.listener.host_identity", lambda: "elsewhere")
+
+
+def test_why_it_is_not_taken_is_said(use_ucx: None, two_hosts: None) -> None:
+    if ucx.problem(rdma=True) is None:
+        pytest.skip("UCX reaches an RDMA adapter here")
+    with pair("auto") as (prefill, decode):
+        source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        fetch = decode.fetch(prefill.offer(source.cache, [0], 16).ticket, target.cache, [1])
+        fetch.wait(LONG)
+        assert fetch.report.transport == "tcp"
+        assert "no ucx for the consumer: this host has no RDMA adapter" in fetch.report.why
+
+
+# An endpoint of a process that stands still: its sockets accept, and nobody answers.
+_STOPPED = """
+import os, signal, kvxfer
+agent = kvxfer.Agent("stopped", transport="ucx")
+endpoint = agent._fabrics.endpoint("ucx", with_arena=True, rdma=False)
+print(endpoint.address.hex(), flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_connection_that_ucx_cannot_make_in_time_goes_by_tcp(
+    use_ucx: None, two_hosts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvxfer import connector
+
+    with subprocess.Popen([sys.executable, "-c", _STOPPED], stdout=subprocess.PIPE) as stopped:
+        try:
+            assert stopped.stdout is not None
+            address = bytes.fromhex(stopped.stdout.readline().decode())
+            frame = connector.endpoint_frame(address)
+            monkeypatch.setattr(connector, "endpoint_frame", lambda _: frame)
+            # As if there were adapters, and sockets were RDMA.
+            monkeypatch.setattr(ucx, "problem", lambda *, rdma: None)
+            monkeypatch.setattr(connector, "means_rdma", lambda config: False)
+            with pair("auto", handshake_timeout=3.0) as (prefill, decode):
+                source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+                prefill.register(source.cache)
+                decode.register(target.cache)
+                fetch = decode.fetch(prefill.offer(source.cache, [0], 16).ticket, target.cache, [1])
+                fetch.wait(LONG)
+                assert fetch.report.transport == "tcp"
+                assert "UCX: the peer did not answer within 1.5" in fetch.report.why
+        finally:
+            stopped.kill()

@@ -19,6 +19,7 @@ struct UcxOptions {
   // Files of libucp that are tried when none is loaded, KVXFER_UCX_PATH is not set and the system
   // has none.
   std::vector<std::string> libraries;
+  bool rdma_only = false;  // leave out whatever is no RDMA, and fail where that is all
 };
 
 // Which UCX was found, and what it could use here.
@@ -77,7 +78,7 @@ class UcxEndpoint {
   std::shared_ptr<Link> connect(int control_fd, std::span<const std::byte> remote, double timeout);
 
   // What UCX has chosen for the way from producer to consumer, known once connected: as "tcp/eth0",
-  // in terms of the producer.
+  // in terms of the producer, whose word it is at the consumer.
   const std::vector<std::string>& lanes() const;
   bool rdma() const;  // all lanes are
 

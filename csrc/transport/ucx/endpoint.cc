@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <future>
+#include <optional>
+#include <random>
 #include <utility>
 
 #include "base/byte_io.h"
@@ -17,26 +19,42 @@ constexpr uint32_t kMaxLanes = 64;
 constexpr uint32_t kMaxLane = 256;
 
 // What the writer tells the reader.
-std::vector<std::byte> encode(const std::vector<std::string>& lanes) {
+std::vector<std::byte> encode(const ucp::Lanes& lanes) {
   ByteWriter writer;
-  writer.put(static_cast<uint32_t>(lanes.size()));
-  for (const std::string& lane : lanes) writer.put_string(lane);
+  writer.put(uint32_t{lanes.put});
+  writer.put(static_cast<uint32_t>(lanes.names.size()));
+  for (const std::string& lane : lanes.names) writer.put_string(lane);
   return writer.take();
 }
 
-std::vector<std::string> decode(std::span<const std::byte> bytes) {
+ucp::Lanes decode(std::span<const std::byte> bytes) {
   ByteReader reader(bytes);
+  ucp::Lanes lanes;
+  const auto put = reader.get<uint32_t>();
+  lanes.put = put == 1;
   const auto count = reader.get<uint32_t>();
   reader.check_count(count, kMaxLanes, "a list of lanes", sizeof(uint32_t));
-  std::vector<std::string> lanes;
-  for (uint32_t i = 0; i < count; ++i) lanes.push_back(reader.get_string(kMaxLane));
+  bool sense = put <= 1;
+  for (uint32_t i = 0; i < count; ++i) {
+    const std::string& name = lanes.names.emplace_back(reader.get_string(kMaxLane));
+    // It is shown.
+    sense &= std::all_of(name.begin(), name.end(), [](char c) { return c > ' ' && c < 0x7f; });
+  }
   reader.expect_end();
+  if (!sense) throw Error(StatusCode::kProtocol, "the peer's UCX lanes make no sense");
   return lanes;
+}
+
+ucp::Key random_key() {
+  std::random_device source;
+  ucp::Key key;
+  for (std::byte& byte : key) byte = static_cast<std::byte>(source());
+  return key;
 }
 
 struct Outcome {
   std::string problem;
-  std::vector<std::string> lanes;
+  ucp::Lanes lanes;
   double rate = 0;
 };
 
@@ -76,13 +94,14 @@ UcxEndpoint::UcxEndpoint(const UcxFabric& fabric, std::shared_ptr<UcxMemory> are
   state_->driver = std::make_shared<ucp::Driver>(state_->fabric, state_->fabric->loop());
   if (state_->arena) {
     ucp::ReaderAddress address;
+    address.key = state_->key = random_key();
     address.arena_base = reinterpret_cast<uint64_t>(state_->arena->memory().data());
     address.arena_bytes = state_->arena->memory().size();
     address.rkey = state_->arena->rkey();
     address.worker = state_->driver->address();
     state_->address = address.encode();
   }
-  state_->driver->start();
+  state_->driver->start(state_->arena ? std::optional(state_->key) : std::nullopt);
 }
 
 UcxEndpoint::~UcxEndpoint() = default;
@@ -90,11 +109,11 @@ UcxEndpoint::UcxEndpoint(UcxEndpoint&&) noexcept = default;
 UcxEndpoint& UcxEndpoint::operator=(UcxEndpoint&&) noexcept = default;
 
 const std::vector<std::byte>& UcxEndpoint::address() const { return state_->address; }
-const std::vector<std::string>& UcxEndpoint::lanes() const { return state_->lanes; }
+const std::vector<std::string>& UcxEndpoint::lanes() const { return state_->lanes.names; }
 
 bool UcxEndpoint::rdma() const {
-  return !state_->lanes.empty() &&
-         std::all_of(state_->lanes.begin(), state_->lanes.end(), ucp::is_rdma);
+  const std::vector<std::string>& names = state_->lanes.names;
+  return !names.empty() && std::all_of(names.begin(), names.end(), ucp::is_rdma);
 }
 
 std::shared_ptr<Link> UcxEndpoint::connect(int control_fd, std::span<const std::byte> remote,
@@ -106,6 +125,9 @@ std::shared_ptr<Link> UcxEndpoint::connect(int control_fd, std::span<const std::
   IoThreads& threads = *state_->fabric->threads;
   if (state_->arena) {
     state_->lanes = decode(remote);
+    if (state_->lanes.put && !state_->arena->handle()) {
+      throw Error(StatusCode::kProtocol, "the peer would put, and has no key for it");
+    }
     auto link = std::make_shared<UcxLink>(threads, std::move(control), *state_, 0, 0.0);
     state_->driver.reset();
     return link;
@@ -117,6 +139,7 @@ std::shared_ptr<Link> UcxEndpoint::connect(int control_fd, std::span<const std::
     throw Error(StatusCode::kUnreachable, outcome.problem);
   }
   state_->lanes = std::move(outcome.lanes);
+  state_->key = reader.key;
   state_->address = encode(state_->lanes);
   // Of sockets and memory UCX knows no rate, but says one.
   const double rate = rdma() ? outcome.rate : 0;

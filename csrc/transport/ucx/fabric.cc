@@ -30,6 +30,13 @@ bool past_our_fence(const std::string& resource) {
          kPastOurFence.end();
 }
 
+template <typename Names>
+std::string joined(const Names& names, const char* separator) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : separator) + name;
+  return text;
+}
+
 }  // namespace
 
 void check(const Library& library, Status status, const std::string& what) {
@@ -56,57 +63,73 @@ bool is_rdma(const std::string& resource) {
                      [&](std::string_view kind) { return resource.starts_with(kind); });
 }
 
-bool can_put(const std::vector<std::string>& lanes) {
-  return !lanes.empty() && std::all_of(lanes.begin(), lanes.end(), [](const std::string& lane) {
-    return lane.starts_with("rc_") || lane.starts_with("dc_");
-  });
-}
+bool can_put(const std::string& lane) { return lane.starts_with("rc_") || lane.starts_with("dc_"); }
 
 }  // namespace ucp
 
 UcxFabric::State::State(IoThreads* io, const UcxOptions& options)
     : threads(io), library(ucp::Library::load(options.libraries)), generation_(fork_generation()) {
-  open("");
-  if (std::none_of(resources.begin(), resources.end(), ucp::past_our_fence)) return;
+  const std::set<std::string> auxiliary = open("");
+  const bool can_put = std::any_of(resources.begin(), resources.end(),
+                                   [](const auto& resource) { return ucp::can_put(resource); });
   std::set<std::string> allowed;
+  bool all = true;
   for (const std::string& resource : resources) {
-    if (!ucp::past_our_fence(resource)) allowed.insert(ucp::transport_of(resource));
+    if (ucp::past_our_fence(resource) || (options.rdma_only && !ucp::is_rdma(resource))) {
+      all = false;
+      continue;
+    }
+    const std::string name = ucp::transport_of(resource);
+    allowed.insert(auxiliary.contains(name) ? name + ":aux" : name);
   }
+  if (all && !can_put) return;
+  const std::string found = ucp::joined(resources, ", ");
   library->cleanup(std::exchange(context, nullptr));
-  std::string list;
-  for (const std::string& name : allowed) list += (list.empty() ? "" : ",") + name;
-  if (list.empty()) {
+  if (allowed.empty() && options.rdma_only) {
+    throw Error(StatusCode::kNoResources, "UCX " + library->version + " (" + library->path +
+                                              ") has only " + found + " here, and that is no RDMA");
+  }
+  if (allowed.empty()) {
     throw Error(StatusCode::kNoResources,
                 "the ucx transport cannot be used: UCX_TLS leaves nothing but cma, knem and xpmem, "
                 "by which a peer could write late into memory that is something else by then");
   }
-  open(list);
+  puts = can_put;
+  open(all ? "" : ucp::joined(allowed, ","));
 }
 
-void UcxFabric::State::open(const std::string& transports) {
+std::set<std::string> UcxFabric::State::open(const std::string& transports) {
   ucp::Config* config = nullptr;
   ucp::check(*library, library->config_read(nullptr, nullptr, &config), "its settings");
   if (!transports.empty()) library->config_modify(config, "TLS", transports.c_str());
   // All memory is registered ahead. Without the cache, which older versions do not have here, UCX
   // has no need to patch the process's mmap() and munmap().
   if (!std::getenv("UCX_RCACHE_ENABLE")) library->config_modify(config, "RCACHE_ENABLE", "n");
+  // Both sides introduce themselves while they connect, not at the first large message: 1.13 aborts
+  // a reader whose writer is gone when it answers ("got REP message").
+  if (!puts) library->config_modify(config, "RESOLVE_REMOTE_EP_ID", "y");
   ucp::Params params;
   params.field_mask = ucp::Params::kFeatures | ucp::Params::kMtWorkersShared;
-  params.features = ucp::kFeatureRma | ucp::kFeatureAm | ucp::kFeatureWakeup;
+  params.features = ucp::kFeatureAm | ucp::kFeatureWakeup | (puts ? ucp::kFeatureRma : 0);
   params.mt_workers_shared = 1;
   const ucp::Status status =
       library->init_version(ucp::kApiMajor, ucp::kApiMinor, &params, config, &context);
   library->config_release(config);
   ucp::check(*library, status, "none of its transports can be used");
 
-  // Lines as "#  resource 2  :  md 1  dev 2  flags -- tcp/lo".
+  // Lines as "#  resource 2  :  md 1  dev 2  flags -- tcp/lo", and "a-" of what is auxiliary.
   std::istringstream text(
       ucp::printed([this](FILE* stream) { library->context_print_info(context, stream); }));
   resources.clear();
+  std::set<std::string> auxiliary;
   for (std::string line; std::getline(text, line);) {
-    const size_t at = line.find("-- ");
-    if (at != line.npos && line.find("resource") < at) resources.push_back(line.substr(at + 3));
+    std::istringstream words(line.substr(std::min(line.find("flags "), line.size())));
+    std::string flags, resource;
+    if (!(words >> flags >> flags >> resource)) continue;
+    resources.push_back(resource);
+    if (flags.starts_with('a')) auxiliary.insert(ucp::transport_of(resource));
   }
+  return auxiliary;
 }
 
 UcxFabric::State::~State() {
@@ -137,6 +160,7 @@ UcxMemory::UcxMemory(std::shared_ptr<UcxFabric::State> fabric, std::span<std::by
       fabric_(std::move(fabric)),
       memory_(memory),
       generation_(fork_generation()) {
+  if (!fabric_->puts) return;
   ucp::MemMapParams params;
   params.field_mask = ucp::MemMapParams::kAddress | ucp::MemMapParams::kLength |
                       ucp::MemMapParams::kProt | ucp::MemMapParams::kMemoryType;
@@ -150,10 +174,13 @@ UcxMemory::UcxMemory(std::shared_ptr<UcxFabric::State> fabric, std::span<std::by
 }
 
 UcxMemory::~UcxMemory() {
-  if (generation_ == fork_generation()) fabric_->library->mem_unmap(fabric_->context, handle_);
+  if (handle_ && generation_ == fork_generation()) {
+    fabric_->library->mem_unmap(fabric_->context, handle_);
+  }
 }
 
 std::string UcxMemory::rkey() const {
+  if (!handle_) return {};
   void* buffer = nullptr;
   size_t size = 0;
   ucp::check(*fabric_->library,

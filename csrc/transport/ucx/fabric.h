@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,10 +30,10 @@ std::string printed(const std::function<void(FILE*)>& print);
 
 bool is_rdma(const std::string& resource);
 
-// Whether over these lanes the adapter itself carries out a put. Elsewhere UCX emulates it, and
-// when the writer dies in the middle of that, the reader's process is aborted ("Fatal: unexpected
-// error: Endpoint timeout", seen with 1.13 and 1.22).
-bool can_put(const std::vector<std::string>& lanes);
+// Whether over this lane the adapter itself carries out a put. Elsewhere UCX emulates it, and when
+// the writer dies in the middle of that, the reader's process is aborted ("Fatal: unexpected error:
+// Endpoint timeout", seen with 1.13 and 1.22).
+bool can_put(const std::string& lane);
 
 }  // namespace ucp
 
@@ -57,15 +58,20 @@ struct UcxFabric::State : std::enable_shared_from_this<State> {
   const std::shared_ptr<const ucp::Library> library;
   ucp::Context* context = nullptr;
   std::vector<std::string> resources;
+  // Whether some of them can put, and we ask that of UCX. It would serve the puts and gets of
+  // whoever reaches one of its ports, at any address of the process: so not where nobody puts.
+  bool puts = false;
 
  private:
-  // Makes the context with what is allowed, or, if that is empty, with all that UCX finds.
-  void open(const std::string& transports);
+  // Makes the context with what is allowed, or, if that is empty, with all that UCX finds. Returns
+  // which transports of it are for connecting only.
+  std::set<std::string> open(const std::string& transports);
 
   const uint64_t generation_;
   std::atomic<size_t> next_loop{0};
   std::mutex mutex_;
-  std::map<const std::byte*, std::weak_ptr<UcxMemory>> memories_;  // guarded by mutex_; by begin
+  // Guarded by mutex_; by begin. Of several of the same memory the last: any will do.
+  std::map<const std::byte*, std::weak_ptr<UcxMemory>> memories_;
 };
 
 class UcxMemory {
@@ -82,6 +88,7 @@ class UcxMemory {
     return part.data() >= memory_.data() &&
            part.data() + part.size() <= memory_.data() + memory_.size();
   }
+  // Null, and the rkey empty, where nobody puts.
   ucp::Memory* handle() const { return handle_; }
   std::string rkey() const;  // throws Error(kNoResources)
 

@@ -13,11 +13,15 @@ namespace kvxfer {
 namespace {
 
 // An endpoint whose peer does not answer is closed when this has passed, by destroying its worker.
-constexpr auto kLongestClose = std::chrono::seconds(1);
+// Less than an agent that closes waits for its links.
+constexpr auto kLongestClose = std::chrono::milliseconds(300);
 
 std::string text_of(const UcxEndpoint::State& endpoint, int socket) {
   std::string text = "ucx " + endpoint.fabric->library->version + " over ";
-  for (size_t i = 0; i < endpoint.lanes.size(); ++i) text += (i ? ", " : "") + endpoint.lanes[i];
+  for (const std::string& name : endpoint.lanes.names) {
+    text += (&name == endpoint.lanes.names.data() ? "" : ", ") + name;
+  }
+  text += endpoint.lanes.put ? ", by put" : ", in messages";
   return text + "; control " + local_address(socket) + " - " + peer_address(socket);
 }
 
@@ -30,7 +34,8 @@ UcxLink::UcxLink(IoThreads& threads, UniqueFd socket, UcxEndpoint::State endpoin
       arena_(endpoint.arena),
       driver_(endpoint.driver),
       reader_(arena_ != nullptr),
-      puts_(ucp::can_put(endpoint.lanes)),
+      puts_(endpoint.lanes.put),
+      key_(endpoint.key),
       arena_bytes_(arena_bytes),
       rate_(rate),
       description_(text_of(endpoint, socket.get())),
@@ -84,7 +89,7 @@ void UcxLink::write(std::span<const std::byte> source, uint64_t offset,
   write->source = source;
   write->offset = offset;
   const bool put = puts_ && !source.empty();
-  write->head = ucp::Message::encode_head(offset, source.size(), put, notice);
+  write->head = ucp::Message::encode_head(key_, offset, source.size(), put, notice);
   write->memory = fabric_->memory_of(source);
   driver_->loop()->post([self = shared_from_this(), this, write, put] {
     driver_->begin(write, put);

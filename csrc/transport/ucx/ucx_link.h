@@ -20,7 +20,8 @@ struct UcxEndpoint::State {
   std::shared_ptr<UcxMemory> arena;     // null: the producer's side
   std::shared_ptr<ucp::Driver> driver;  // null once connected
   std::vector<std::byte> address;
-  std::vector<std::string> lanes;
+  ucp::Lanes lanes;
+  ucp::Key key{};  // of messages
 };
 
 // The side with the arena is the reader, the other one the writer. Control messages have a socket
@@ -60,6 +61,7 @@ class UcxLink final : public LinkBase {
   const std::shared_ptr<ucp::Driver> driver_;
   const bool reader_;
   const bool puts_;
+  const ucp::Key key_;
   const uint64_t arena_bytes_;
   const double rate_;
   const std::string description_;

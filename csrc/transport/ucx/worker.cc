@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 
 #include "base/byte_io.h"
@@ -14,9 +15,12 @@ namespace {
 
 constexpr uint32_t kVersion = 1;  // of addresses
 constexpr uint32_t kMaxPart = 64u << 10;
-constexpr size_t kHeadBytes = 24;  // of a message, before its notice
+constexpr size_t kMaxParse = 64u << 10;          // bytes that UCX reads beyond the end, at most
+constexpr size_t kHeadBytes = sizeof(Key) + 24;  // of a message, before its notice
 constexpr unsigned kMessageId = 1;
-constexpr size_t kMaxEarly = 256;  // messages before anybody listens
+// What is kept of a peer that sends before anybody listens.
+constexpr size_t kMaxEarlyMessages = 256;
+constexpr size_t kMaxEarlyBytes = 64u << 20;
 // Other links of the same loop get their turn after so many rounds.
 constexpr int kRoundsPerTurn = 64;
 
@@ -28,11 +32,20 @@ RequestParam param_of(SendCallback callback, void* user_data) {
   return param;
 }
 
+// Takes as long whatever the difference.
+bool begins_with(std::span<const std::byte> message, const Key& key) {
+  if (message.size() < kHeadBytes) return false;
+  std::byte difference{0};
+  for (size_t i = 0; i < key.size(); ++i) difference |= message[i] ^ key[i];
+  return difference == std::byte{0};
+}
+
 }  // namespace
 
 std::vector<std::byte> ReaderAddress::encode() const {
   ByteWriter writer;
   writer.put(kVersion);
+  writer.put_raw(key);
   writer.put(arena_base);
   writer.put(arena_bytes);
   writer.put_string(rkey);
@@ -48,21 +61,25 @@ ReaderAddress ReaderAddress::decode(std::span<const std::byte> bytes) {
                                            std::to_string(kVersion));
   }
   ReaderAddress address;
+  address.key = reader.get_array<std::tuple_size_v<Key>>();
   address.arena_base = reader.get<uint64_t>();
   address.arena_bytes = reader.get<uint64_t>();
   address.rkey = reader.get_string(kMaxPart);
   address.worker = reader.get_string(kMaxPart);
   reader.expect_end();
   if (address.arena_bytes == 0 || address.arena_base + address.arena_bytes < address.arena_base ||
-      address.rkey.empty() || address.worker.empty()) {
+      address.worker.empty()) {
     throw Error(StatusCode::kProtocol, "the peer's UCX address makes no sense");
   }
+  if (!address.rkey.empty()) address.rkey.append(kMaxParse, '\0');
+  address.worker.append(kMaxParse, '\0');
   return address;
 }
 
-std::vector<std::byte> Message::encode_head(uint64_t offset, uint64_t size, bool put,
-                                            std::span<const std::byte> notice) {
+std::vector<std::byte> Message::encode_head(const Key& key, uint64_t offset, uint64_t size,
+                                            bool put, std::span<const std::byte> notice) {
   ByteWriter writer;
+  writer.put_raw(key);
   writer.put(offset);
   writer.put(size);
   writer.put(uint32_t{put});
@@ -73,6 +90,7 @@ std::vector<std::byte> Message::encode_head(uint64_t offset, uint64_t size, bool
 
 Message Message::decode(std::span<const std::byte> message) {
   ByteReader reader(message);
+  reader.get_array<std::tuple_size_v<Key>>();  // checked when it came
   Message decoded;
   decoded.offset = reader.get<uint64_t>();
   const auto size = reader.get<uint64_t>();
@@ -125,7 +143,8 @@ std::string Driver::address() const {
   return address;
 }
 
-void Driver::start() {
+void Driver::start(const std::optional<Key>& key) {
+  key_ = key;
   loop_->add(event_fd_, EPOLLIN, [weak = weak_from_this()](uint32_t) {
     if (const auto self = weak.lock()) self->drive();
   });
@@ -138,12 +157,15 @@ void Driver::drive() {
   for (int round = 0; worker_ && round < kRoundsPerTurn; ++round) {
     const bool progressed = library_.worker_progress(worker_) != 0;
     settle();
-    if (const auto call = on_progress_) call();  // which may set another
+    if (const auto call = on_progress_) (*call)();  // which may set another
     if (!worker_) return;
     if (progressed || !settled_.empty()) continue;
     const Status status = library_.worker_arm(worker_);
     if (status == kOk) return;
-    if (status != kBusy) note(std::string("it cannot sleep: ") + library_.status_string(status));
+    if (status == kBusy) continue;
+    note(std::string("it cannot sleep: ") + library_.status_string(status));
+    if (const auto call = on_progress_) (*call)();
+    return;
   }
   if (!worker_) return;
   loop_->post([weak = weak_from_this()] {
@@ -159,7 +181,9 @@ void Driver::connect(const ReaderAddress& reader) {
   params.err_mode = kErrPeer;
   params.err_handler = {on_error, this};
   Status status = library_.ep_create(worker_, &params, &endpoint_);
-  if (status == kOk) status = library_.ep_rkey_unpack(endpoint_, reader.rkey.data(), &rkey_);
+  if (status == kOk && fabric_->puts && !reader.rkey.empty()) {
+    status = library_.ep_rkey_unpack(endpoint_, reader.rkey.data(), &rkey_);
+  }
   if (status != kOk) return note(library_.status_string(status));
   arena_base_ = reader.arena_base;
   // Lanes are final when the peer has answered.
@@ -267,9 +291,16 @@ void Driver::report(Write& write, bool ok) {
 Status Driver::on_message(void* self, const void*, size_t, void* data, size_t size,
                           const AmRecvParam* param) {
   auto& driver = *static_cast<Driver*>(self);
-  if (!(param->recv_attr & AmRecvParam::kData) || size > kHeadBytes + kMaxNotice + kMaxWrite) {
+  // Whoever reaches the port can send something. Only the peer knows the key.
+  if (!(param->recv_attr & AmRecvParam::kData) || !driver.key_ ||
+      !begins_with({static_cast<const std::byte*>(data), size}, *driver.key_)) {
+    return kOk;
+  }
+  if (!driver.on_progress_) driver.early_bytes_ += size;
+  if (size > kHeadBytes + kMaxNotice + kMaxWrite) {
     driver.note("the peer sent something that is no write");
-  } else if (!driver.on_progress_ && driver.messages_.size() == kMaxEarly) {
+  } else if (!driver.on_progress_ && (driver.messages_.size() == kMaxEarlyMessages ||
+                                      driver.early_bytes_ > kMaxEarlyBytes)) {
     driver.note("the peer sends before it was asked to");
   } else {
     driver.messages_.emplace_back(data, size);
@@ -332,21 +363,33 @@ void Driver::destroy() {
   writes_.clear();
 }
 
-std::vector<std::string> Driver::lanes() const {
-  // Lines as "#  lane[0]:  1:tcp/lo.0 md[0]  -> ...".
+Lanes Driver::lanes() const {
+  // Lines as "#  lane[0]:  1:tcp/lo.0 md[0]  -> md[0]/tcp/sysdev[255] am am_bw#0 keepalive".
   std::istringstream text(
       printed([this](FILE* stream) { library_.ep_print_info(endpoint_, stream); }));
-  std::vector<std::string> lanes;
+  Lanes lanes;
+  bool emulated = false;
   for (std::string line; std::getline(text, line);) {
     const size_t lane = line.find("lane[");
     if (lane == line.npos) continue;
     std::istringstream words(line.substr(lane));
-    std::string word;
-    words >> word >> word;
-    word = word.substr(word.find(':') + 1);
-    word = word.substr(0, word.rfind('.'));
-    if (std::find(lanes.begin(), lanes.end(), word) == lanes.end()) lanes.push_back(word);
+    std::string name, word;
+    words >> word >> name;
+    name = name.substr(name.find(':') + 1);
+    name = name.substr(0, name.rfind('.'));
+    if (std::find(lanes.names.begin(), lanes.names.end(), name) == lanes.names.end()) {
+      lanes.names.push_back(name);
+    }
+    while (words >> word && word != "->") {
+    }
+    words >> word;  // the peer's end
+    std::vector<std::string> uses(std::istream_iterator<std::string>(words), {});
+    const bool idle = !uses.empty() && std::all_of(uses.begin(), uses.end(), [](const auto& use) {
+      return use == "keepalive" || use == "wireup";
+    });
+    if (!idle) (can_put(name) ? lanes.put : emulated) = true;
   }
+  lanes.put &= !emulated && rkey_;
   return lanes;
 }
 

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -18,15 +19,20 @@
 
 namespace kvxfer::ucp {
 
+using Key = std::array<std::byte, 16>;
+
 // What a reader tells the writer.
 struct ReaderAddress {
+  Key key{};  // random; each message begins with it
   uint64_t arena_base = 0;
   uint64_t arena_bytes = 0;
-  std::string rkey;
+  std::string rkey;  // empty: nothing can be put
   std::string worker;
 
   std::vector<std::byte> encode() const;
-  static ReaderAddress decode(std::span<const std::byte> bytes);  // throws Error(kProtocol)
+  // Throws Error(kProtocol). UCX takes no length for what it parses: zeros follow `rkey` and
+  // `worker`, on which its parsers stop.
+  static ReaderAddress decode(std::span<const std::byte> bytes);
 };
 
 // What announces a write at the reader. The bytes follow in the same message, or were put before.
@@ -36,9 +42,15 @@ struct Message {
   std::span<const std::byte> bytes;
   bool put = false;
 
-  static std::vector<std::byte> encode_head(uint64_t offset, uint64_t size, bool put,
-                                            std::span<const std::byte> notice);
+  static std::vector<std::byte> encode_head(const Key& key, uint64_t offset, uint64_t size,
+                                            bool put, std::span<const std::byte> notice);
   static Message decode(std::span<const std::byte> message);  // throws Error(kProtocol)
+};
+
+// What UCX has chosen for an endpoint.
+struct Lanes {
+  std::vector<std::string> names;  // as "rc_verbs/mlx5_0:1"
+  bool put = false;                // can_put() holds for all that carry data
 };
 
 struct Write {
@@ -78,12 +90,17 @@ class Driver : public std::enable_shared_from_this<Driver> {
   const std::shared_ptr<EventLoop>& loop() const { return loop_; }
   std::string address() const;  // before start()
 
-  void start();
+  // `key`: of the messages that are taken. Without one none are.
+  void start(const std::optional<Key>& key);
 
   // What follows is for the loop's thread.
 
   // Replaces what is called after each progress. Null: nothing.
-  void set_on_progress(std::function<void()> on_progress) { on_progress_ = std::move(on_progress); }
+  void set_on_progress(std::function<void()> on_progress) {
+    on_progress_ = on_progress
+                       ? std::make_shared<const std::function<void()>>(std::move(on_progress))
+                       : nullptr;
+  }
   // Creates the endpoint and begins to connect it; `on_progress` finds connected() or problem().
   void connect(const ReaderAddress& reader);
   void begin(const std::shared_ptr<Write>& write, bool put);
@@ -96,7 +113,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void destroy();
 
   bool connected() const { return connected_; }
-  std::vector<std::string> lanes() const;
+  Lanes lanes() const;              // once connected
   double bytes_per_second() const;  // as UCX estimates; 0: unknown
   // What went wrong, once; empty: nothing.
   std::string take_problem() { return std::exchange(problem_, {}); }
@@ -127,7 +144,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   Worker* worker_ = nullptr;
   int event_fd_ = -1;
 
-  std::function<void()> on_progress_;
+  std::optional<Key> key_;
+  std::shared_ptr<const std::function<void()>> on_progress_;
   Endpoint* endpoint_ = nullptr;
   Rkey* rkey_ = nullptr;
   uint64_t arena_base_ = 0;
@@ -138,6 +156,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   std::vector<Write*> settled_;  // nothing of them is under way
   std::vector<std::pair<uint64_t, bool>> written_;
   std::deque<std::pair<void*, size_t>> messages_;
+  size_t early_bytes_ = 0;  // of messages that came before anybody listened
 };
 
 }  // namespace kvxfer::ucp
