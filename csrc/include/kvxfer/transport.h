@@ -48,6 +48,28 @@ class LinkSink {
   virtual void on_closed(Link& link, const std::string& reason) = 0;
 };
 
+// Memory of ours that a link reads from or lets its peer write into, while this lives. It must not
+// be unmapped before. Immutable.
+class DirectMemory {
+ public:
+  virtual ~DirectMemory() = default;
+  // What the peer must know to write into it: for authenticated peers only.
+  virtual std::vector<std::byte> keys() const = 0;
+};
+
+// Memory of the peer, as its keys describe it. Immutable.
+class RemoteMemory {
+ public:
+  virtual ~RemoteMemory() = default;
+};
+
+// `bytes` of ours that go to `offset`, counted from the lowest address of the peer's memory.
+struct DirectPiece {
+  const std::byte* source = nullptr;
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
 // One peer reached over one transport. Thread-safe. All calls return without waiting for the peer.
 // Neither start(), send() nor close() calls the sink from inside, so they may be called with a lock
 // held that the sink takes; write() may.
@@ -85,6 +107,31 @@ class Link {
   // here, on_written(token, false) is called from inside, even when on_closed() has come already.
   virtual void write(std::span<const std::byte> source, uint64_t offset,
                      std::span<const std::byte> notice, uint64_t token) = 0;
+
+  // The direct path, of transports that have one: from any memory of ours into any of the peer's
+  // that it has registered and told us the keys of.
+  virtual bool direct() const { return false; }
+  // Registers pieces of memory, in order of their addresses, for this peer to write into or for us
+  // to send from. Takes long: not to be called with a lock held. Throws Error(kNoResources). Null
+  // where there is no direct path.
+  enum class DirectUse : uint8_t { kSource, kTarget };
+  virtual std::shared_ptr<DirectMemory> register_memory(
+      [[maybe_unused]] std::span<const std::span<std::byte>> memory,
+      [[maybe_unused]] DirectUse use) {
+    return nullptr;
+  }
+  // From what the peer has said, which may be anything. Throws Error(kProtocol).
+  virtual std::shared_ptr<RemoteMemory> remote_memory(
+      [[maybe_unused]] std::span<const std::byte> keys) {
+    return nullptr;
+  }
+  // As write(), piece by piece; both memories are of this link. A piece that does not lie within
+  // one registered piece on each side ends the link. Called only where direct() is true.
+  virtual void write_direct([[maybe_unused]] std::vector<DirectPiece> pieces,
+                            [[maybe_unused]] std::shared_ptr<DirectMemory> from,
+                            [[maybe_unused]] std::shared_ptr<RemoteMemory> to,
+                            [[maybe_unused]] std::span<const std::byte> notice,
+                            [[maybe_unused]] uint64_t token) {}
 
   // Ends the link. on_closed() follows from another thread, when the fence is complete: on a mapped
   // arena only when the peer has let go of it.

@@ -106,6 +106,18 @@ std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::
   return registered;
 }
 
+// None of these is found again by its address: memory that is freed and mapped anew is another.
+std::shared_ptr<ibv::LocalMemory> VerbsFabric::State::register_direct(
+    std::span<const std::span<std::byte>> memory, Link::DirectUse use) const {
+  const auto access = use == Link::DirectUse::kTarget ? VerbsAccess::kArena : VerbsAccess::kSource;
+  std::vector<std::shared_ptr<VerbsMemory>> parts;
+  for (const std::span<std::byte> part : memory) {
+    parts.push_back(std::make_shared<VerbsMemory>(nics, part, access, options.relaxed_ordering, -1,
+                                                  0, nullptr));
+  }
+  return std::make_shared<ibv::LocalMemory>(std::move(parts), rails);
+}
+
 std::shared_ptr<VerbsMemory> VerbsFabric::State::memory_of(std::span<const std::byte> source) {
   {
     const std::lock_guard lock(mutex_);

@@ -12,6 +12,7 @@
 #include "base/event_loop.h"
 #include "kvxfer/verbs.h"
 #include "transport/verbs/address.h"
+#include "transport/verbs/direct.h"
 #include "transport/verbs/memory.h"
 #include "transport/verbs/queue_pair.h"
 #include "transport/verbs/rail.h"
@@ -44,6 +45,9 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
   std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access,
                                                int dmabuf_fd, uint64_t dmabuf_offset,
                                                std::shared_ptr<void> owner);
+  // Memory of a cache, for the direct path.
+  std::shared_ptr<ibv::LocalMemory> register_direct(std::span<const std::span<std::byte>> memory,
+                                                    Link::DirectUse use) const;
   // What `source` lies in, or, where nothing registered holds it, a registration of its own.
   std::shared_ptr<VerbsMemory> memory_of(std::span<const std::byte> source);
 

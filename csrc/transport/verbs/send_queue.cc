@@ -28,18 +28,23 @@ bool SendQueue::build(SendWr& request, Sge& where, uint64_t number) {
   request.wr_id = number | kIdBit;
   request.sg_list = &where;
   request.num_sge = 1;
-  if (entry.written < stripe.size) {
-    const std::byte* from = stripe.source + entry.written;
-    const uint64_t to = stripe.offset + entry.written;
-    const uint64_t size =
-        std::min({stripe.size - entry.written, uint64_t{qp_.max_message()},
-                  write.memory->piece_left(from), remote_.piece_bytes - to % remote_.piece_bytes});
+  if (entry.piece < stripe.pieces.size()) {
+    const DirectPiece& piece = stripe.pieces[entry.piece];
+    const std::byte* from = piece.source + entry.written;
+    const uint64_t to = piece.offset + entry.written;
+    const VerbsMemory& memory = *write.from->find(from, piece.bytes - entry.written);
+    const uint64_t size = std::min({piece.bytes - entry.written, uint64_t{qp_.max_message()},
+                                    memory.piece_left(from), write.to->piece_left(to)});
     where = {reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size),
-             write.memory->lkey(nic_, from)};
+             memory.lkey(nic_, from)};
     request.opcode = kRdmaWrite;
-    request.remote_addr = remote_.arena_base + to;
-    request.rkey = keys_[to / remote_.piece_bytes];
+    request.remote_addr = write.to->address(to);
+    request.rkey = write.to->rkey(remote_rail_, to);
     entry.written += size;
+    if (entry.written == piece.bytes) {
+      ++entry.piece;
+      entry.written = 0;
+    }
     return true;
   }
   NoticeHeader header;
@@ -68,6 +73,7 @@ bool SendQueue::build(SendWr& request, Sge& where, uint64_t number) {
 
 void SendQueue::rewind(const Cursor& cursor) {
   for (size_t i = cursor.next; i < entries_.size() && i <= next_; ++i) {
+    entries_[i].piece = i == cursor.next ? cursor.piece : 0;
     entries_[i].written = i == cursor.next ? cursor.written : 0;
     entries_[i].noticed = i == cursor.next ? cursor.noticed : 0;
     entries_[i].last_send = 0;
@@ -83,7 +89,8 @@ int SendQueue::pump(bool& again) {
   std::array<SendWr, kLongestList> requests;
   std::array<Sge, kLongestList> where;
   while (next_ < entries_.size() && under_way() < qp_.send_depth()) {
-    const Cursor before{next_, entries_[next_].written, entries_[next_].noticed};
+    const Entry& at = entries_[next_];
+    const Cursor before{next_, at.piece, at.written, at.noticed};
     const size_t room = std::min<size_t>(kLongestList, qp_.send_depth() - under_way());
     size_t count = 0;
     while (count < room && build(requests[count], where[count], posted_ + count + 1)) {

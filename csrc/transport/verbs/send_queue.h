@@ -7,8 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "transport/verbs/address.h"
-#include "transport/verbs/memory.h"
+#include "transport/verbs/direct.h"
 #include "transport/verbs/queue_pair.h"
 
 namespace kvxfer::ibv {
@@ -22,11 +21,12 @@ struct Counts {
   uint64_t failovers = 0;
 };
 
-// One call of Link::write().
+// One call of Link::write() or write_direct().
 struct Write {
   uint64_t id = 0;
   uint64_t token = 0;
-  std::shared_ptr<VerbsMemory> memory;  // null: no bytes
+  std::shared_ptr<const LocalMemory> from;  // null: no bytes
+  std::shared_ptr<const Target> to;
   std::vector<std::byte> notice;
   uint16_t stripes = 1;
   uint16_t stripes_left = 1;  // not acknowledged
@@ -36,9 +36,8 @@ struct Write {
 // The part of a write that one queue pair carries. The first stripe brings the notice.
 struct Stripe {
   std::shared_ptr<Write> write;
-  const std::byte* source = nullptr;
-  uint64_t offset = 0;  // in the peer's arena
-  uint64_t size = 0;
+  std::vector<DirectPiece> pieces;
+  uint64_t size = 0;  // of all
   bool with_notice = false;
 };
 
@@ -48,13 +47,8 @@ struct Stripe {
 class SendQueue {
  public:
   // `remote_rail`: of the peer. What is posted is added to `counts`. All outlive this.
-  SendQueue(QueuePair& qp, size_t nic, const EndpointAddress& remote, size_t remote_rail,
-            Counts& counts)
-      : qp_(qp),
-        nic_(nic),
-        remote_(remote),
-        keys_(remote.rails[remote_rail].rkeys),
-        counts_(counts) {}
+  SendQueue(QueuePair& qp, size_t nic, size_t remote_rail, Counts& counts)
+      : qp_(qp), nic_(nic), remote_rail_(remote_rail), counts_(counts) {}
 
   static constexpr uint64_t kIdBit = uint64_t{1} << 62;  // marks the ids of our work requests
 
@@ -81,12 +75,14 @@ class SendQueue {
  private:
   struct Entry {
     Stripe stripe;
+    size_t piece = 0;        // the first that is not posted as a whole
     uint64_t written = 0;    // of its bytes, posted
     uint32_t noticed = 0;    // of the notice, posted
     uint64_t last_send = 0;  // number of the work request that ends it; 0: not posted
   };
   struct Cursor {
     size_t next;
+    size_t piece;
     uint64_t written;
     uint32_t noticed;
   };
@@ -98,8 +94,7 @@ class SendQueue {
 
   QueuePair& qp_;
   const size_t nic_;
-  const EndpointAddress& remote_;
-  const std::vector<uint32_t>& keys_;
+  const size_t remote_rail_;
   Counts& counts_;
 
   std::deque<Entry> entries_;  // not acknowledged

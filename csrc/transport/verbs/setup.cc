@@ -15,6 +15,7 @@ VerbsLink::VerbsLink(IoThreads& threads, UniqueFd socket, VerbsEndpoint::State e
       fabric_(std::move(endpoint.fabric)),
       arena_(std::move(endpoint.arena)),
       remote_(std::move(remote)),
+      remote_arena_(std::make_shared<ibv::Target>(remote_)),
       reader_(arena_ != nullptr),
       control_description_(local_address(socket.get()) + " - " + peer_address(socket.get())),
       socket_(threads.control(), std::move(socket)) {
@@ -59,8 +60,7 @@ void VerbsLink::adopt(Path& path, std::unique_ptr<ibv::QueuePair> qp) {
   path.retries = 0;
   path.problem.clear();
   if (!reader_) {
-    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, remote_, path.remote_rail,
-                       counts_);
+    path.sends.emplace(*path.qp, fabric_->rails[path.rail].nic_index, path.remote_rail, counts_);
   }
 }
 

@@ -81,17 +81,60 @@ void VerbsLink::write(std::span<const std::byte> source, uint64_t offset,
   auto write = std::make_shared<ibv::Write>();
   write->token = token;
   write->notice.assign(notice.begin(), notice.end());
+  write->to = remote_arena_;
   if (problem.empty() && !source.empty() && !closing()) {
     try {
-      write->memory = fabric_->memory_of(source);
+      write->from = std::make_shared<ibv::LocalMemory>(
+          std::vector<std::shared_ptr<VerbsMemory>>{fabric_->memory_of(source)}, fabric_->rails);
     } catch (const Error& error) {
       problem = error.what();
     }
   }
+  const DirectPiece piece{source.data(), offset, source.size()};
+  put(std::move(write), std::span(&piece, source.empty() ? 0 : 1), source.size(), problem);
+}
+
+void VerbsLink::write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<DirectMemory> from,
+                             std::shared_ptr<RemoteMemory> to, std::span<const std::byte> notice,
+                             uint64_t token) {
+  auto write = std::make_shared<ibv::Write>();
+  write->token = token;
+  write->notice.assign(notice.begin(), notice.end());
+  write->from = std::dynamic_pointer_cast<const ibv::LocalMemory>(from);
+  write->to = std::dynamic_pointer_cast<const ibv::Target>(to);
+  from.reset();  // the source may be unmapped from on_written() on
+  std::string problem;
+  uint64_t size = 0;
+  if (!write->from || !write->to || notice.size() > kMaxNotice || reader_) {
+    problem = "a direct write that is not for this link";
+  }
+  for (const DirectPiece& piece : pieces) {
+    if (!problem.empty()) break;
+    size += piece.bytes;
+    if (!write->from->find(piece.source, piece.bytes) ||
+        !write->to->holds(piece.offset, piece.bytes) || size > kMaxWrite) {
+      problem = "a direct write of " + std::to_string(piece.bytes) + " bytes at " +
+                std::to_string(piece.offset) + " that reaches over the end of registered memory";
+    }
+  }
+  put(std::move(write), pieces, size, problem);
+}
+
+std::shared_ptr<DirectMemory> VerbsLink::register_memory(
+    std::span<const std::span<std::byte>> memory, DirectUse use) {
+  return fabric_->register_direct(memory, use);
+}
+
+std::shared_ptr<RemoteMemory> VerbsLink::remote_memory(std::span<const std::byte> keys) {
+  return std::make_shared<ibv::Target>(keys, remote_.rails.size());
+}
+
+void VerbsLink::put(std::shared_ptr<ibv::Write> write, std::span<const DirectPiece> pieces,
+                    uint64_t size, const std::string& problem) {
   if (!problem.empty()) fail(problem);
   if (!enter()) {
-    write->memory.reset();
-    sink().on_written(*this, token, false);
+    write->from.reset();
+    sink().on_written(*this, write->token, false);
     return;
   }
   std::vector<std::pair<Path*, std::string>> problems;
@@ -99,7 +142,7 @@ void VerbsLink::write(std::span<const std::byte> source, uint64_t offset,
   {
     const Lock lock(mutex_);
     write->id = next_write_++;
-    const auto used = cut(write, source, offset);
+    const auto used = cut(write, pieces, size);
     taken = !used.empty();
     for (Path* path : used) {
       if (std::string lost = pump(*path); !lost.empty()) problems.emplace_back(path, lost);
@@ -127,14 +170,13 @@ VerbsLink::Path* VerbsLink::choose_path(uint64_t bytes, const std::vector<size_t
 }
 
 std::vector<VerbsLink::Path*> VerbsLink::cut(const std::shared_ptr<ibv::Write>& write,
-                                             std::span<const std::byte> source, uint64_t offset) {
+                                             std::span<const DirectPiece> pieces, uint64_t size) {
   ++next_path_;
-  const size_t most =
-      std::clamp<size_t>(source.size() / fabric_->options.stripe_bytes, 1, kMaxStripes);
+  const size_t most = std::clamp<size_t>(size / fabric_->options.stripe_bytes, 1, kMaxStripes);
   std::vector<Path*> used;
   std::vector<size_t> rails_taken;
   while (used.size() < most) {
-    Path* path = choose_path(source.size(), rails_taken);
+    Path* path = choose_path(size, rails_taken);
     if (!path) break;
     rails_taken.push_back(path->rail);
     used.push_back(path);
@@ -143,13 +185,23 @@ std::vector<VerbsLink::Path*> VerbsLink::cut(const std::shared_ptr<ibv::Write>& 
   write->stripes = write->stripes_left = static_cast<uint16_t>(used.size());
   uint64_t all = 0, so_far = 0;
   for (const Path* path : used) all += path->speed;
-  size_t from = 0;
+  uint64_t taken = 0, at = 0;  // of the first of `pieces`, and of all
   for (size_t i = 0; i < used.size(); ++i) {
     so_far += used[i]->speed;
-    const size_t share = source.size() * so_far / all / kStripeUnit * kStripeUnit;
-    const size_t end = i + 1 == used.size() ? source.size() : share;
-    used[i]->sends->add({write, source.data() + from, offset + from, end - from, i == 0});
-    from = end;
+    const uint64_t end =
+        i + 1 == used.size() ? size : size * so_far / all / kStripeUnit * kStripeUnit;
+    ibv::Stripe stripe{write, {}, end - at, i == 0};
+    while (at < end) {
+      const DirectPiece& piece = pieces.front();
+      const uint64_t bytes = std::min(piece.bytes - taken, end - at);
+      stripe.pieces.push_back({piece.source + taken, piece.offset + taken, bytes});
+      at += bytes;
+      taken += bytes;
+      if (taken < piece.bytes) continue;
+      taken = 0;
+      pieces = pieces.subspan(1);
+    }
+    used[i]->sends->add(std::move(stripe));
   }
   return used;
 }
@@ -334,7 +386,7 @@ std::string VerbsLink::handle_receive(Path& path, const ibv::Wc& completion,
 
 void VerbsLink::report(const Writes& done) {
   for (const auto& write : done) {
-    write->memory.reset();  // the source may be unmapped from on_written() on
+    write->from.reset();  // the source may be unmapped from on_written() on
     sink().on_written(*this, write->token, !write->failed);
   }
 }

@@ -42,6 +42,14 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   void write(std::span<const std::byte> source, uint64_t offset, std::span<const std::byte> notice,
              uint64_t token) override;
 
+  bool direct() const override { return true; }
+  std::shared_ptr<DirectMemory> register_memory(std::span<const std::span<std::byte>> memory,
+                                                DirectUse use) override;
+  std::shared_ptr<RemoteMemory> remote_memory(std::span<const std::byte> keys) override;
+  void write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<DirectMemory> from,
+                    std::shared_ptr<RemoteMemory> to, std::span<const std::byte> notice,
+                    uint64_t token) override;
+
   void on_port_down(size_t nic, uint8_t port) override;
   void on_queue_pair_error(size_t nic, uint32_t number) override;
   void on_completion_queue_error(size_t nic, const ibv::Cq* cq) override;
@@ -108,8 +116,10 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
                              std::vector<std::vector<std::byte>>& landed);
   void weigh_paths();
   Path* choose_path(uint64_t bytes, const std::vector<size_t>& rails_taken);
+  void put(std::shared_ptr<ibv::Write> write, std::span<const DirectPiece> pieces, uint64_t size,
+           const std::string& problem);
   std::vector<Path*> cut(const std::shared_ptr<ibv::Write>& write,
-                         std::span<const std::byte> source, uint64_t offset);
+                         std::span<const DirectPiece> pieces, uint64_t size);
   std::string pump(Path& path);
   void pump_later(Path& path);
   void report(const Writes& done);
@@ -139,6 +149,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
   const std::shared_ptr<VerbsFabric::State> fabric_;
   const std::shared_ptr<VerbsMemory> arena_;
   const ibv::EndpointAddress remote_;
+  const std::shared_ptr<const ibv::Target> remote_arena_;
   const bool reader_;
   const std::string control_description_;
   ibv::ControlSocket socket_;

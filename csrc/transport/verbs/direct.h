@@ -1,0 +1,71 @@
+#ifndef KVXFER_TRANSPORT_VERBS_DIRECT_H_
+#define KVXFER_TRANSPORT_VERBS_DIRECT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvxfer/transport.h"
+#include "transport/verbs/address.h"
+#include "transport/verbs/memory.h"
+
+namespace kvxfer::ibv {
+
+// Registrations, in order of their addresses.
+class LocalMemory final : public DirectMemory {
+ public:
+  // `rails`: those of the fabric, in the order in which the peer knows them.
+  LocalMemory(std::vector<std::shared_ptr<VerbsMemory>> parts, const std::vector<Rail>& rails)
+      : parts_(std::move(parts)) {
+    for (const Rail& rail : rails) nic_of_rail_.push_back(rail.nic_index);
+  }
+
+  std::vector<std::byte> keys() const override;
+
+  // The registration that holds all of it, or null.
+  const VerbsMemory* find(const std::byte* address, uint64_t bytes) const;
+
+ private:
+  const std::vector<std::shared_ptr<VerbsMemory>> parts_;
+  std::vector<size_t> nic_of_rail_;
+};
+
+// Memory of the peer, in regions that are registered in pieces of equal size.
+class Target final : public RemoteMemory {
+ public:
+  // The peer's arena.
+  explicit Target(const EndpointAddress& address);
+  // From what LocalMemory::keys() says, or anything else, by a peer with so many rails. Throws
+  // Error(kProtocol).
+  Target(std::span<const std::byte> keys, size_t rails);
+
+  bool holds(uint64_t offset, uint64_t bytes) const;
+
+  // Of a place that it holds: as remote address; bytes to the end of its piece; the key.
+  uint64_t address(uint64_t offset) const { return base_ + offset; }
+  uint64_t piece_left(uint64_t offset) const {
+    return piece_bytes_ - (offset - find(offset)->offset) % piece_bytes_;
+  }
+  uint32_t rkey(size_t rail, uint64_t offset) const {
+    const Region& region = *find(offset);
+    return rkeys_[rail][region.first_key + (offset - region.offset) / piece_bytes_];
+  }
+
+ private:
+  struct Region {
+    uint64_t offset = 0, bytes = 0;
+    size_t first_key = 0;
+  };
+  const Region* find(uint64_t offset) const;
+
+  uint64_t base_ = 0;
+  uint64_t piece_bytes_ = 0;
+  std::vector<Region> regions_;               // ascending
+  std::vector<std::vector<uint32_t>> rkeys_;  // [rail][pieces of all regions]
+};
+
+}  // namespace kvxfer::ibv
+
+#endif  // KVXFER_TRANSPORT_VERBS_DIRECT_H_
