@@ -70,9 +70,10 @@ Run RunCursor::step() {
   const CopyPlan::Contiguity& contiguity = plan_.contiguity_[index];
   const uint32_t slot = tile.slot + at(Axis::kToken);
   Run run;
-  run.address = address_at(view.data, int64_t{tile.block} * view.block_stride +
-                                          int64_t{at(Axis::kHead)} * view.head_stride +
-                                          int64_t{slot} * view.token_stride);
+  run.address = view.data;  // step by step: with a peer's strides the sum may be more than 2^63
+  run.address = address_at(run.address, int64_t{tile.block} * view.block_stride);
+  run.address = address_at(run.address, int64_t{at(Axis::kHead)} * view.head_stride);
+  run.address = address_at(run.address, int64_t{slot} * view.token_stride);
   if (contiguity[kRowDepth] == CopyPlan::kNever) {
     run.bytes = plan_.element_bytes_;
     run.count = plan_.row_bytes_[plane] / run.bytes;
