@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -81,6 +83,17 @@ StatusCode to_code(const std::string& name) {
   throw Error(StatusCode::kInvalid, "there is no status '" + name + "'");
 }
 
+constexpr std::array<const char*, 3> kPaths = {"staged", "auto", "direct"};
+
+Path to_path(const std::string& name) {
+  const auto found = std::find(kPaths.begin(), kPaths.end(), name);
+  if (found == kPaths.end()) {
+    throw Error(StatusCode::kInvalid,
+                "path \"" + name + "\" is not known; there are staged, auto and direct");
+  }
+  return static_cast<Path>(found - kPaths.begin());
+}
+
 ScaleFormat to_scale_format(const std::string& name) {
   for (const auto format : {ScaleFormat::kFloat32, ScaleFormat::kBFloat16, ScaleFormat::kE8M0}) {
     if (name == scale_format_name(format)) return format;
@@ -111,6 +124,10 @@ void register_options(py::module_& module) {
       .def_readwrite("incarnation", &AgentOptions::incarnation)
       .def_readwrite("arena_bytes", &AgentOptions::arena_bytes)
       .def_readwrite("slot_bytes", &AgentOptions::slot_bytes)
+      .def_property(
+          "path",
+          [](const AgentOptions& options) { return kPaths[static_cast<size_t>(options.path)]; },
+          [](AgentOptions& options, const std::string& name) { options.path = to_path(name); })
       .def_readwrite("window", &AgentOptions::window)
       .def_readwrite("copied_chunk_bytes", &AgentOptions::copied_chunk_bytes)
       .def_readwrite("copied_window", &AgentOptions::copied_window)
@@ -141,6 +158,8 @@ void register_options(py::module_& module) {
       .def_readonly("seconds", &FetchReport::seconds)
       .def_readonly("chunks", &FetchReport::chunks)
       .def_readonly("path", &FetchReport::path)
+      .def_property_readonly("path_why",
+                             [](const FetchReport& report) { return to_text(report.path_why); })
       .def_readonly("transport", &FetchReport::transport)
       .def_readonly("why", &FetchReport::why)
       .def_readonly("wire_order", &FetchReport::wire_order)

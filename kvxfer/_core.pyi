@@ -275,6 +275,7 @@ class AgentOptions:
     incarnation: int
     arena_bytes: int
     slot_bytes: int
+    path: str
     window: int
     copied_chunk_bytes: int
     copied_window: int
@@ -314,6 +315,8 @@ class FetchReport:
     def chunks(self) -> int: ...
     @property
     def path(self) -> str: ...
+    @property
+    def path_why(self) -> str: ...
     @property
     def transport(self) -> str: ...
     @property

@@ -83,7 +83,7 @@ def _check(name: str, value: object, kind: type) -> None:
     fits = isinstance(value, numbers_of.get(kind, kind)) and (
         kind is bool or not isinstance(value, bool)
     )
-    optional = kind is str and name not in ("transport", "codec")
+    optional = kind is str and name not in ("transport", "codec", "path")
     if not fits and not (optional and value is None):
         found = type(value).__name__ if name == "secret" else repr(value)
         raise ConfigError(f"{name} is {found}: expected {kind.__name__}")
@@ -188,6 +188,12 @@ class Config:
     codec: str = _knob(
         "KVXFER_CODEC", "raw", "text", "encoding on the wire of fetches that name none"
     )
+    path: str = _knob(
+        "KVXFER_PATH",
+        "staged",
+        "name",
+        "auto: where that is faster, RDMA peers write into caches; direct: wherever it is possible",
+    )
     arena_bytes: int = _knob(
         "KVXFER_ARENA_BYTES", 256 << 20, "bytes", "staging memory of the fetching side"
     )
@@ -283,6 +289,8 @@ class Config:
                 f"transport {self.transport!r} is not known; "
                 "kvxfer.transports() lists what there is"
             )
+        if self.path not in ("staged", "auto", "direct"):
+            raise ConfigError(f"path {self.path!r} is not known; there are staged, auto and direct")
         if self.require is not None:
             check_require(self.require, self.transport)
         if self.transport in ("verbs", "ucx") or self.require is not None:
@@ -344,6 +352,7 @@ class Config:
         options.peer_bytes = self.peer_bytes
         options.digest, options.lock_arena = self.digest, self.lock_arena
         options.gpu_timeout = self.gpu_timeout
+        options.path = self.path
         return options
 
     @classmethod

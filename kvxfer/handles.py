@@ -33,7 +33,7 @@ class Report:
     """From `Agent.fetch` to the end."""
     chunks: int
     path: str
-    """``"staged"``: through slots of the arena."""
+    """``"staged"``: through slots of the arena; ``"direct"``: straight into the blocks."""
     transport: str
     why: str
     """Why this transport and not a better one."""
@@ -53,6 +53,8 @@ class Report:
     """Elements beyond the largest that the cache's type can hold; they became that."""
     retry_after: float = 0.0
     """After BUSY, seconds after which the same may work; 0 where nothing was said."""
+    path_why: str = ""
+    """Why that path."""
 
     @property
     def gbps(self) -> float:
@@ -230,6 +232,7 @@ class Fetch(_Handle):
             core.exceptions,
             core.clamped,
             core.retry_after,
+            core.path_why,
         )
 
     def __await__(self) -> Generator[None, None, None]:

@@ -1,7 +1,10 @@
 #include "kvxfer/agent.h"
 
+#include <algorithm>
+
 #include "base/event_loop.h"
 #include "engine/core.h"
+#include "layout/common_runs.h"
 
 namespace kvxfer {
 namespace {
@@ -59,6 +62,7 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   if (on_gpu && !core.gpu_pool) core.gpu_pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu");
   for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;
   cache->layout = layout;
+  cache->memory = extents(layout);
   for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
   core.caches[cache->id] = cache;
   return cache->id;
@@ -67,6 +71,7 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
 void Agent::unregister_cache(CacheId id) {
   AgentCore& core = *core_;
   core.check_fork();
+  std::vector<Registered> unused;  // first: goes when the mutex is free again
   Guard guard(core);
   const auto found = core.caches.find(id);
   if (found == core.caches.end())
@@ -81,6 +86,7 @@ void Agent::unregister_cache(CacheId id) {
   // The id is used again: then it is announced anew.
   for (const auto& [peer_id, peer] : core.peers) {
     peer->announced.erase(id);
+    for (Registered& entry : take_registered(*peer, id)) unused.push_back(std::move(entry));
     std::erase_if(peer->orders, [&](const auto& entry) { return entry.first.local == id; });
   }
 }
@@ -181,8 +187,11 @@ void Agent::close() {
       drop_peer(core, peer, closing);
       if (!peer->link) core.peers.erase(id);
     }
-    // A peer that is stopped never lets go; it is not waited for longer than this.
-    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(500),
+    // A peer that is stopped never lets go; it is not waited for longer than this. Adapters do.
+    const bool direct = std::any_of(core.peers.begin(), core.peers.end(), [](const auto& entry) {
+      return !entry.second->targets.empty() || !entry.second->sources.empty();
+    });
+    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(direct ? 3000 : 500),
                                 [&] { return core.peers.empty(); });
     clear_timer(core, core.heartbeat);
   }
@@ -193,6 +202,11 @@ void Agent::close() {
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   Guard guard(core);
+  // Without these, adapters that have not let go reach no cache of ours.
+  for (const auto& [id, peer] : core.peers) take_registered(*peer, std::nullopt);
+  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+    if (core.slots[slot].fenced) free_slot(core, slot);
+  }
   core.peers.clear();
   core.hungry.clear();
   core.serve_queue.clear();

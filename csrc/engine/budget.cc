@@ -52,6 +52,20 @@ uint64_t bytes_of(const CacheLayout& layout) {
   return bytes;
 }
 
+// There is no answer to LAYOUT and MEMORY that could say so: it costs the connection. So there is
+// room for them even where fetches have taken all.
+void check_room(const AgentCore& core, const Peer& peer, uint64_t bytes) {
+  const uint64_t most = core.options.peer_bytes;
+  if (peer.layout_bytes + bytes > most / 2) {
+    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: its layouts take " +
+                                              limit(most / 2, "half of "));
+  }
+  if (core.held + bytes > (kPeersTogether + 1) * most) {
+    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: all peers have " +
+                                              limit((kPeersTogether + 1) * most, "9 times "));
+  }
+}
+
 }  // namespace
 
 void hold(AgentCore& core, Serve& serve, uint64_t bytes) {
@@ -80,25 +94,42 @@ void let_go(AgentCore& core, Serve& serve) {
   core.serve_seconds += (took - core.serve_seconds) / 8;
 }
 
-uint64_t bytes_of(const wire::Fetch& request) {
+uint64_t bytes_of(const Serve& serve) {
+  const wire::Fetch& request = serve.request;
   return sizeof(Serve) + request.offer_id.capacity() +
-         sizeof(uint32_t) * (request.layers.capacity() + 2 * request.slots.capacity());
+         sizeof(uint32_t) *
+             (request.layers.capacity() + 2 * request.slots.capacity() + serve.blocks.capacity());
+}
+
+uint64_t bytes_of_plans(const Serve& serve) {
+  uint64_t bytes = serve.plan->plan_bytes();
+  // The consumer may grant slots for all chunks at once: then their pieces are under way together,
+  // here and in the link.
+  if (serve.direct) {
+    bytes += serve.direct->target.plan_bytes() + 2 * sizeof(DirectPiece) * serve.direct->pieces;
+  }
+  return bytes;
 }
 
 void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout) {
   forget_layout(core, peer, cache_id);
-  const uint64_t bytes = bytes_of(layout), most = core.options.peer_bytes;
-  // There is no answer to LAYOUT that could say so: it costs the connection. So there is room for
-  // it even where fetches have taken all.
-  if (peer.layout_bytes + bytes > most / 2) {
-    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: its layouts take " +
-                                              limit(most / 2, "half of "));
+  const uint64_t bytes = bytes_of(layout);
+  check_room(core, peer, bytes);
+  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes, nullptr});  // may throw
+  count(core, peer, bytes);
+  peer.layout_bytes += bytes;
+}
+
+void keep_keys(AgentCore& core, Peer& peer, const wire::Memory& memory) {
+  const auto known = peer.layouts.find(memory.cache_id);
+  if (!peer.direct || known == peer.layouts.end() || known->second.memory) {
+    throw Error(StatusCode::kProtocol,
+                "MEMORY came twice, of a cache that is not known, or was not agreed on");
   }
-  if (core.held + bytes > (kPeersTogether + 1) * most) {
-    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: all peers have " +
-                                              limit((kPeersTogether + 1) * most, "9 times "));
-  }
-  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes});  // may throw
+  const uint64_t bytes = 2 * memory.keys.size();  // as the link keeps them
+  check_room(core, peer, bytes);
+  known->second.memory = peer.link->remote_memory(memory.keys);  // may throw
+  known->second.bytes += bytes;
   count(core, peer, bytes);
   peer.layout_bytes += bytes;
 }

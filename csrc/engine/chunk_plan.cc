@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kvxfer/pack.h"
+#include "layout/common_runs.h"
 
 namespace kvxfer {
 namespace {
@@ -143,6 +144,27 @@ UnpackedChunk ChunkPlan::unpack(uint32_t chunk, const std::byte* wire, uint32_t 
 Digest ChunkPlan::digest_of(uint32_t chunk, const std::byte* wire, uint32_t bytes,
                             const Generation& generation) const {
   return digest({wire, bytes}, seed(chunk, generation));
+}
+
+Digest ChunkPlan::digest_in_place(uint32_t chunk, const Generation& generation) const {
+  return kvxfer::digest_in_place(std::get<CopyPlan>(plan_), bounds_[chunk], bounds_[chunk + 1],
+                                 seed(chunk, generation));
+}
+
+std::vector<DirectPiece> ChunkPlan::pieces(uint32_t chunk, const CopyPlan& to) const {
+  std::vector<DirectPiece> found;
+  CommonRuns runs(std::get<CopyPlan>(plan_), to, bounds_[chunk], bounds_[chunk + 1]);
+  for (CommonRuns::Piece piece; runs.next(piece);) {
+    found.push_back({piece.from, reinterpret_cast<uint64_t>(piece.to), piece.bytes});
+  }
+  return found;
+}
+
+uint64_t ChunkPlan::count_pieces(const CopyPlan& to, uint64_t enough) const {
+  CommonRuns runs(std::get<CopyPlan>(plan_), to, 0, wire_bytes_);
+  uint64_t count = 0;
+  for (CommonRuns::Piece piece; count < enough && runs.next(piece);) ++count;
+  return count;
 }
 
 void ChunkPlan::zero_tail(GpuPacker* gpu) const {

@@ -59,6 +59,15 @@ class ChunkPlan {
   Digest digest_of(uint32_t chunk, const std::byte* wire, uint32_t bytes,
                    const Generation& generation) const;
 
+  // What pack() would digest, where it lies in this side's memory. Of plain memory only.
+  Digest digest_in_place(uint32_t chunk, const Generation& generation) const;
+  // The same in pieces that lie in one place in this side's memory and in that of `to`, which has
+  // the same wire and begins at address 0.
+  std::vector<DirectPiece> pieces(uint32_t chunk, const CopyPlan& to) const;
+  // How many pieces all chunks have, counted no further than `enough`. What a chunk's end cuts is
+  // one of them.
+  uint64_t count_pieces(const CopyPlan& to, uint64_t enough) const;
+
   // Zeroes the slots behind the last token in its block.
   void zero_tail(GpuPacker* gpu) const;
 

@@ -161,7 +161,7 @@ static void describe_links_again(FetchState& fetch) {
 }
 
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
-  if (fetch->done || !fetch->ending || fetch->unpacking > 0) return;
+  if (fetch->done || !fetch->ending || fetch->unpacking > 0 || fetch->fenced > 0) return;
   if (!fetch->declines) describe_links_again(*fetch);
   fetch->done = true;
   fetch->ended = Clock::now();
@@ -208,6 +208,15 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
                                     peer.name + "' has " + scheme_list(peer.schemes) +
                                     ": fetch with a codec that both have, or with auto"});
   }
+  part->asks_direct = may_go_direct(core, *part);
+  if (part->asks_direct) {
+    const auto target = peer.targets.find(part->fetch->cache->id);
+    if (target == peer.targets.end() || !target->second.ready()) {
+      return register_and_start(core, part);
+    }
+    part->asks_direct = target->second.memory != nullptr;
+    part->path_why = target->second.problem;
+  }
   part->id = peer.next_fetch_id++;
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
@@ -218,10 +227,11 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   add_distinct(report.why, peer.why + (on_gpu ? "; GPU memory goes through the host's" : ""));
   // While there are plenty, slots go along with the question, which saves a round trip. They are
   // not worth waiting for: the offer may not be there for a long time. So no more than half of what
-  // a peer may have where there are others: the rest is for offers of it that are there.
+  // a peer may have where there are others: the rest is for offers of it that are there. Where they
+  // let the producer write into blocks, they are granted when it has said what it will write.
   const uint64_t chunks = (part->memory_bytes + part->chunk_bytes - 1) / part->chunk_bytes;
   std::vector<uint32_t> slots;
-  while (slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
+  while (!part->asks_direct && slots.size() < std::min<uint64_t>(chunks, window_of(core, *part)) &&
          core.arena->num_free() > std::max(1u, core.arena->num_slots() / 2) &&
          peer.granted < core.arena->num_slots() / 4) {
     slots.push_back(grant_slot(core, *part));
@@ -229,13 +239,18 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   send_fetch(core, *part, slots);
 }
 
-void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
+void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
+                   const wire::AcceptDirect* answer) {
   const auto found = peer.parts.find(accept.fetch_id);
   if (found == peer.parts.end()) return;
   const auto part = found->second;
   const FetchState& fetch = *part->fetch;
   if (part->accepted || fetch.declines) {
     throw Error(StatusCode::kProtocol, "ACCEPT came twice, or answers a DECLINE");
+  }
+  const bool direct = answer && answer->direct != 0;
+  if (part->asks_direct != (answer != nullptr) || (direct && accept.panel_tokens > 0)) {
+    throw Error(StatusCode::kProtocol, "ACCEPT is no answer to what was asked");
   }
   try {
     part->plan.emplace(plan_part(*part, accept));
@@ -259,7 +274,10 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept) {
   part->chunks_left = chunks;
   part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
+  part->direct = direct;
   report_accept(*part, accept);
+  add_distinct(part->fetch->report.path, direct ? "direct" : "staged");
+  add_distinct(part->fetch->report.path_why, answer ? answer->path_why : part->path_why);
   core.recorder.add(TraceKind::kAccept, fetch.spec.generation,
                     {.peer = peer.id, .bytes = accept.wire_bytes});
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet
@@ -319,6 +337,7 @@ void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Statu
   }
   open_gate(core, *fetch);
   complete(core, fetch);
+  if (fetch->fenced > 0) watch_fence(core, fetch);
   if (core.arena) grant_slots(core);
 }
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -48,11 +49,29 @@ struct Cache {
   CacheId id = 0;
   CacheLayout layout;
   std::unordered_map<std::string, uint32_t> layer_index;
-  uint32_t users = 0;             // offers and fetches
-  std::optional<GpuPlace> place;  // on a GPU, if at all; then with its device
+  std::vector<std::span<std::byte>> memory;  // that it lies in
+  uint32_t users = 0;                        // offers and fetches
+  std::optional<GpuPlace> place;             // on a GPU, if at all; then with its device
   std::shared_ptr<GpuDevice> gpu;
 
   GpuPacker* packer() const { return gpu ? gpu->packer.get() : nullptr; }
+};
+
+// A cache as a link has registered it, or why that is not possible; neither while it is at it.
+struct Registered {
+  std::shared_ptr<DirectMemory> memory;
+  std::string problem;
+  bool told = false;  // consumer: the peer has the keys
+
+  bool ready() const { return memory || !problem.empty(); }
+};
+
+// Producer: how chunks go from the offer's blocks straight into the consumer's.
+struct DirectServe {
+  CopyPlan target;      // of the consumer's cache, whose lowest address is 0
+  uint64_t pieces = 0;  // of all chunks
+  std::shared_ptr<DirectMemory> from;
+  std::shared_ptr<RemoteMemory> to;
 };
 
 // Producer: an offer, from offer() until its blocks are released.
@@ -76,7 +95,7 @@ struct OfferState {
   TimePoint began, lease_end;
   std::optional<Timers::Id> timer;
   std::set<std::shared_ptr<Serve>> serves;
-  uint32_t reading = 0;  // packs that are reading the blocks
+  uint32_t reading = 0;  // packs and direct writes that are reading the blocks
   bool ended = false;    // nothing new is read
   bool released = false;
   Status outcome;
@@ -91,7 +110,11 @@ struct Serve {
   wire::Fetch request;
   bool declines = false, given_up = false;
   std::shared_ptr<OfferState> offer;                // null while it waits for one
+  uint8_t path = 0;                                 // of a FETCH_DIRECT
+  std::vector<uint32_t> blocks;                     // the same: the consumer's
+  bool registering = false;                         // waits for the cache to be registered
   std::optional<ChunkPlan> plan;                    // once accepted
+  std::optional<DirectServe> direct;                // once accepted, unless it is staged
   std::vector<int32_t> wire_layer;                  // cache layer -> wire layer, -1: not asked for
   bool per_layer = false;                           // no chunk spans two layers
   std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
@@ -122,6 +145,9 @@ struct Part {
   uint32_t granted = 0;             // slots granted so far
   std::vector<uint32_t> slots;      // granted and not yet given back, in any state
   bool hungry = false;              // in AgentCore::hungry
+  bool asks_direct = false;         // asked with FETCH_DIRECT
+  bool direct = false;              // accepted so: no chunk goes through its slot
+  std::string path_why;             // of one that does not ask
   bool sent = false, accepted = false, done = false;
 };
 
@@ -136,7 +162,8 @@ struct FetchState {
   std::shared_ptr<Cache> cache;
   std::vector<std::shared_ptr<Part>> parts;
   uint32_t parts_left = 0;
-  uint32_t unpacking = 0;  // jobs that are writing into the caller's blocks
+  uint32_t unpacking = 0;  // jobs that are using the caller's blocks
+  uint32_t fenced = 0;     // slots in quarantine whose chunks may still land in the blocks
   bool ending = false;     // no new job is started
   // The caller's GPU may still be using the blocks: jobs that write there wait until it is not.
   bool gated = false;
@@ -156,6 +183,7 @@ struct SlotInfo {
   State state = kFree;
   PeerId peer = 0;
   uint64_t fetch_id = 0;
+  std::shared_ptr<FetchState> fenced = nullptr;  // of a quarantined slot: counts it
 };
 
 class Guard;
@@ -171,6 +199,7 @@ struct OrderKey {
 struct KnownLayout {
   CacheLayout layout;
   uint64_t bytes = 0;
+  std::shared_ptr<RemoteMemory> memory;  // where it may be written into
 };
 
 // One connection, in one direction. Kept until the link's on_closed().
@@ -188,18 +217,21 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   std::shared_ptr<Link> link;
   uint32_t slot_bytes = 0;  // the other side's
   uint32_t schemes = 0;     // the same
+  bool direct = false;      // both sides allow the direct path
   std::atomic<TimePoint> last_heard{};
   // Producer side.
   std::map<uint32_t, KnownLayout> layouts;  // by remote cache id
   uint64_t layout_bytes = 0;                // of `held`
   std::map<OrderKey, WireOrder> orders;     // what choose_wire_order() has answered
+  std::map<CacheId, Registered> sources;    // our caches
   uint32_t staged = 0;                      // slots of AgentCore::staging that its chunks hold
   uint64_t held = 0;                        // bytes that it has us keep: see budget.cc
   std::map<uint64_t, std::shared_ptr<Serve>> serves;
   // Consumer side.
   std::set<CacheId> announced;
-  uint32_t granted = 0;  // slots of the arena that it may use, or uses
-  bool retired = false;  // closed when it has nothing to do
+  uint32_t granted = 0;                   // slots of the arena that it may use, or uses
+  bool retired = false;                   // closed when it has nothing to do
+  std::map<CacheId, Registered> targets;  // our caches that it may write into
   std::map<uint64_t, std::shared_ptr<Part>> parts;
   std::vector<std::shared_ptr<Part>> pending;  // until kReady
   uint64_t next_fetch_id = 1;
@@ -212,10 +244,14 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   void on_closed(Link& link, const std::string& reason) override;
 };
 
-// A chunk that a link is still reading out of the staging memory.
+// Producer: whose turn it is to have chunks sent: a peer's with what goes direct, and with the
+// rest, which may have to wait for staging memory.
+using Turn = std::pair<Peer*, bool>;
+
+// A chunk that a link is still reading.
 struct Writing {
   std::shared_ptr<Serve> serve;
-  uint32_t staging_slot = 0;
+  std::optional<uint32_t> staging_slot;  // none: out of the offer's blocks
   uint32_t chunk = 0;
   uint32_t bytes = 0;
   TimePoint began;
@@ -254,7 +290,7 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
       waiting;                           // fetches whose offer is not there yet
   std::map<Generation, Status> history;  // how offers ended, the newest ones
   std::deque<Generation> history_order;
-  FairQueue<Peer*, std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit
+  FairQueue<Turn, std::shared_ptr<Serve>> serve_queue;  // have a chunk and a credit
   uint32_t packing = 0;
   std::shared_ptr<Arena>
       staging;          // where chunks wait for transports that don't map the peer's arena
@@ -320,22 +356,28 @@ void release_if_unread(AgentCore& core, OfferState& offer);
 void renew_lease(OfferState& offer);
 
 // serve_plan.cc
-// Compares the two caches and the slice, decides how it is sent, and returns the ACCEPT that says
-// so. Throws Error for what is refused.
-wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
-                         const CacheLayout& theirs);
+// Compares the two caches and the slice, decides how it is sent, and returns the ACCEPT, or
+// ACCEPT_DIRECT, that says so. Throws Error for what is refused. Nothing: the offer's cache is to
+// be registered with the peer's link first.
+std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
+                                        const OfferState& offer, const CacheLayout& theirs);
 
 // budget.cc
 // Throws Error(kBusy), or Error(kNoResources) for what would not fit alone.
 void hold(AgentCore& core, Serve& serve, uint64_t bytes);
 void let_go(AgentCore& core, Serve& serve);  // it has ended
-uint64_t bytes_of(const wire::Fetch& request);
-void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout);  // throws
+uint64_t bytes_of(const Serve& serve);       // as it was asked for
+uint64_t bytes_of_plans(const Serve& serve);
+// These throw where that is too much, or makes no sense. The keys go with the layout.
+void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout layout);
+void keep_keys(AgentCore& core, Peer& peer, const wire::Memory& memory);
 void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id);
 double retry_seconds(const AgentCore& core);  // after which there may be room
 
 // producer.cc
-void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request);
+void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked);
+// Begins to serve, waits for the offer, or refuses.
+void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve);
 void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
                     const wire::Decline& decline);
 void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit);
@@ -355,6 +397,17 @@ void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve);
 // A pack or write of the serve has ended.
 void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve);
 
+// direct_serve.cc
+// Says why chunks of serve.plan, which are plain memory, go straight into the consumer's blocks,
+// and then has set serve.direct, or why not. None: the offer's cache is to be registered first.
+std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, CopyPlan target);
+// Has the offer's cache registered with the peer's link, and goes on with the serve then.
+void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
+                        const std::shared_ptr<OfferState>& offer);
+// Writes a chunk of serve.direct, from a thread that may take its time; without the mutex.
+void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk,
+                  uint32_t slot);
+
 // packing.cc
 void start_packs(AgentCore& core);
 
@@ -364,6 +417,16 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
 // This side's plan of what an ACCEPT says. Throws Error(kProtocol) where it is not what was asked
 // for, Error(kMismatch) where the two sides disagree or their elements do not go together.
 ChunkPlan plan_part(const Part& part, const wire::Accept& accept);
+
+// direct_fetch.cc
+// Whether a part can ask for the direct path; if not, says why in it.
+bool may_go_direct(const AgentCore& core, Part& part);
+// Has the cache registered for the part's peer, and starts the part then.
+void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
+// Ends the connections that a fetch that has ended waits for, if they don't let go of its blocks.
+void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
+// Memory that links have registered for a cache, or all: to be let go of without the mutex.
+std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache);
 
 // fetches.cc
 // run_job() for a job that writes into the blocks, once the caller's GPU has let go of them.
@@ -398,7 +461,9 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
 // One peer of a fetch fails: with it the fetch. Other parts of a decline go on.
 void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);
-void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept);
+// `answer`: what only ACCEPT_DIRECT says, or null.
+void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
+                   const wire::AcceptDirect* answer);
 void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
 
@@ -419,6 +484,8 @@ void end_declined_part(AgentCore& core, const std::shared_ptr<Part>& part, Statu
 // peers.cc
 // Ends a connection: all that waits on it fails now, its slots are freed at on_closed().
 void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why);
+// Keeps up the lease of an offer that a part will ask for later.
+void send_renew(const Part& part);
 void beat(AgentCore& core);
 
 }  // namespace kvxfer

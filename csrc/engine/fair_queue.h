@@ -2,8 +2,8 @@
 #define KVXFER_ENGINE_FAIR_QUEUE_H_
 
 #include <deque>
+#include <map>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 
 namespace kvxfer {
@@ -50,7 +50,7 @@ class FairQueue {
 
  private:
   std::deque<Owner> turns_;  // those who have items, each once
-  std::unordered_map<Owner, std::deque<Item>> items_;
+  std::map<Owner, std::deque<Item>> items_;
 };
 
 }  // namespace kvxfer

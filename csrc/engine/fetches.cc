@@ -158,7 +158,6 @@ Fetch Agent::fetch(const FetchSpec& spec) {
   fetch->cache = cache->second;
   fetch->started = Clock::now();
   fetch->parts_left = static_cast<uint32_t>(spec.parts.size());
-  fetch->report.path = "staged";
   ++fetch->cache->users;
   core.fetches[fetch->handle] = fetch;
   if (event) close_gate(core, fetch, event);
@@ -221,6 +220,7 @@ FetchReport Fetch::report() const {
   state_->core->check_fork();
   Guard guard(*state_->core);
   FetchReport report = state_->report;
+  if (report.path.empty()) report.path = "staged";
   const TimePoint end = state_->done ? state_->ended : Clock::now();
   report.seconds = std::chrono::duration<double>(end - state_->started).count();
   return report;

@@ -68,6 +68,11 @@ Status judge_failure(const AgentCore& core, const Part& part, const wire::Commit
 Status unpack_commit(const AgentCore& core, const Part& part, const wire::Commit& commit,
                      UnpackedChunk& chunk) {
   try {
+    if (part.direct) {  // it is where it belongs
+      if (!core.options.digest) return {};
+      chunk.digest = part.plan->digest_in_place(commit.chunk, part.fetch->spec.generation);
+      return judge(core, part, commit, chunk);
+    }
     chunk = part.plan->unpack(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
                               part.fetch->spec.generation, core.options.digest,
                               part.fetch->cache->packer());

@@ -10,10 +10,12 @@ namespace {
 
 bool is_staged(const Peer& peer) { return peer.link->mapped_arena().empty(); }
 
-// Whether a chunk to this peer can be packed now. If it has to be staged, not when all slots are
-// taken, or when the peer has its share: a consumer that reads slowly must not hold up the others.
-bool has_room(const AgentCore& core, const Peer& peer) {
-  if (!is_staged(peer)) return true;
+// Whether a chunk can be packed now. If it has to be staged, not when all slots are taken, or when
+// the peer has its share: a consumer that reads slowly must not hold up the others.
+bool has_room(const AgentCore& core, const Turn& turn) {
+  const auto& [owner, direct] = turn;
+  const Peer& peer = *owner;
+  if (direct || !is_staged(peer)) return true;
   return core.staged < core.staging->num_slots() && peer.staged < core.staging->num_slots() / 2;
 }
 
@@ -104,12 +106,13 @@ void start_packs(AgentCore& core) {
       core.options.threads + 1 + (core.gpu_pool ? static_cast<uint32_t>(core.gpu_pool->size()) : 0);
   while (core.packing < limit) {
     // Who waits for staging is passed over: on_written() comes back here.
-    const auto next = core.serve_queue.pop([&](Peer* peer) { return has_room(core, *peer); });
+    const auto next = core.serve_queue.pop([&](const Turn& turn) { return has_room(core, turn); });
     if (!next) return;
     const auto& serve = *next;
     serve->queued = false;
     if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
-    const bool staged = is_staged(*serve->peer);
+    const bool direct = serve->direct.has_value();
+    const bool staged = !direct && is_staged(*serve->peer);
     if (staged) {
       ++core.staged;
       ++serve->peer->staged;
@@ -125,8 +128,9 @@ void start_packs(AgentCore& core) {
     ++core.packing;
     queue_serve(core, serve);
     run_job(core, *serve->offer->cache, serve->plan->memory_bytes(chunk),
-            [&core, serve = serve, chunk, slot, staged] {
-              pack_chunk(core, serve, chunk, slot, staged);
+            [&core, serve = serve, chunk, slot, staged, direct] {
+              direct ? write_blocks(core, serve, chunk, slot)
+                     : pack_chunk(core, serve, chunk, slot, staged);
             });
   }
 }
@@ -135,9 +139,14 @@ void Peer::on_written(Link&, uint64_t token, bool ok) {
   Guard guard(*core);
   auto writing = core->writing.extract(token);
   if (!writing) return;
-  core->staging->give_back(writing.mapped().staging_slot);
-  unreserve_staging(*core, *this);
   const Writing& done = writing.mapped();
+  if (done.staging_slot) {
+    core->staging->give_back(*done.staging_slot);
+    unreserve_staging(*core, *this);
+  } else {
+    --done.serve->offer->reading;
+    release_if_unread(*core, *done.serve->offer);
+  }
   core->recorder.add(TraceKind::kWrite, done.serve->request.generation,
                      {.peer = id,
                       .chunk = done.chunk,

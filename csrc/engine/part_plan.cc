@@ -1,6 +1,7 @@
 // The consumer's side of an agreement: LAYOUT and FETCH ask, ACCEPT answers.
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/codec_choice.h"
 #include "engine/codecs.h"
@@ -111,6 +112,12 @@ PanelFormat checked_format(const Part& part, const wire::Accept& accept) {
   return format;
 }
 
+uint64_t blocks_used(const Part& part) {
+  const FetchSpec& spec = part.fetch->spec;
+  const uint32_t block_size = part.fetch->cache->layout.block_size;
+  return (uint64_t{spec.table.first_slot} + spec.num_tokens + block_size - 1) / block_size;
+}
+
 }  // namespace
 
 void announce(Peer& peer, const Cache& cache) {
@@ -170,7 +177,18 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   message.consumers = part.spec.consumers;
   message.slots = slots;
   part.sent = true;
-  part.peer->link->send(message.encode());
+  if (!part.asks_direct) {
+    part.peer->link->send(message.encode());
+    return;
+  }
+  Registered& target = part.peer->targets.at(message.cache_id);
+  if (!std::exchange(target.told, true)) {
+    part.peer->link->send(wire::Memory{message.cache_id, target.memory->keys()}.encode());
+  }
+  wire::FetchDirect direct{std::move(message), wire::FetchDirect::kAuto, spec.table.blocks};
+  if (core.options.path == Path::kDirect) direct.path = wire::FetchDirect::kDirect;
+  direct.blocks.resize(blocks_used(part));
+  part.peer->link->send(direct.encode());
 }
 
 ChunkPlan plan_part(const Part& part, const wire::Accept& accept) {

@@ -8,6 +8,15 @@
 namespace kvxfer {
 namespace {
 
+void renew_lease(AgentCore& core, const std::string& offer_id, const Generation& generation) {
+  const auto offer = core.offers.find(generation);
+  if (offer != core.offers.end() && offer->second->id == offer_id) renew_lease(*offer->second);
+}
+
+bool allows_direct(const AgentCore& core, const Peer& peer) {
+  return core.options.path != Path::kStaged && peer.link->direct();
+}
+
 void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   if (peer.state != Peer::kGreeting) throw Error(StatusCode::kProtocol, "HELLO came twice");
   if (hello.name != peer.name || hello.incarnation != peer.incarnation) {
@@ -17,7 +26,8 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   }
   if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
   peer.slot_bytes = hello.slot_bytes;
-  peer.schemes = hello.schemes;
+  peer.schemes = hello.schemes & ~wire::kDirectBit;
+  peer.direct = (hello.schemes & wire::kDirectBit) != 0 && allows_direct(core, peer);
   peer.state = Peer::kReady;
   for (const auto& part : std::exchange(peer.pending, {})) {
     if (!part->fetch->ending) start_part(core, part);
@@ -70,10 +80,12 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
   const bool for_producer = type == MessageType::kLayout || type == MessageType::kFetch ||
                             type == MessageType::kCredit || type == MessageType::kDone ||
                             type == MessageType::kCancel || type == MessageType::kRenew ||
-                            type == MessageType::kDecline;
+                            type == MessageType::kDecline || type == MessageType::kMemory ||
+                            type == MessageType::kFetchDirect;
   const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
                             type == MessageType::kRefused || type == MessageType::kCancelled ||
-                            type == MessageType::kWant || type == MessageType::kDeclined;
+                            type == MessageType::kWant || type == MessageType::kDeclined ||
+                            type == MessageType::kAcceptDirect;
   if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
     throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
                                            " came from the wrong side of the link");
@@ -84,8 +96,19 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
       const auto layout = wire::Layout::decode(body);
       return keep_layout(core, *peer, layout.cache_id, to_layout(layout));
     }
-    case MessageType::kFetch: return handle_fetch(core, peer, wire::Fetch::decode(body));
-    case MessageType::kAccept: return handle_accept(core, *peer, wire::Accept::decode(body));
+    case MessageType::kFetch:
+      return handle_fetch(core, peer, wire::FetchDirect{wire::Fetch::decode(body), 0, {}});
+    case MessageType::kAccept:
+      return handle_accept(core, *peer, wire::Accept::decode(body), nullptr);
+    case MessageType::kMemory: return keep_keys(core, *peer, wire::Memory::decode(body));
+    case MessageType::kFetchDirect: {
+      if (!peer->direct) throw Error(StatusCode::kProtocol, "FETCH_DIRECT was not agreed on");
+      return handle_fetch(core, peer, wire::FetchDirect::decode(body));
+    }
+    case MessageType::kAcceptDirect: {
+      const auto answer = wire::AcceptDirect::decode(body);
+      return handle_accept(core, *peer, answer.accept, &answer);
+    }
     case MessageType::kCommit: return handle_commit(core, *peer, wire::Commit::decode(body));
     case MessageType::kRefused: return handle_refused(core, *peer, wire::Refused::decode(body));
     case MessageType::kCredit: return handle_credit(core, *peer, wire::Credit::decode(body));
@@ -98,15 +121,16 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
     case MessageType::kPing:
       wire::decode_ping(body);
       for (const auto& [id, serve] : peer->serves) {
-        if (serve->offer) renew_lease(*serve->offer);
+        if (serve->offer) {
+          renew_lease(*serve->offer);
+        } else {  // not begun: something is measured or registered first
+          renew_lease(core, serve->request.offer_id, serve->request.generation);
+        }
       }
       return;
     case MessageType::kRenew: {
       const auto renew = wire::Renew::decode(body);
-      const auto offer = core.offers.find(renew.generation);
-      if (offer != core.offers.end() && offer->second->id == renew.offer_id)
-        renew_lease(*offer->second);
-      return;
+      return renew_lease(core, renew.offer_id, renew.generation);
     }
     case MessageType::kBye:
       return drop_peer(
@@ -136,9 +160,11 @@ void Peer::on_message(Link&, std::span<const std::byte> message) {
 }
 
 void Peer::on_closed(Link&, const std::string& reason) {
+  std::vector<Registered> unused;  // first: goes when the mutex is free again
   Guard guard(*core);
   const auto self = shared_from_this();
   drop_peer(*core, self, {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
+  unused = take_registered(*this, std::nullopt);
   free_slots_of(*core, id);
   while (!layouts.empty()) forget_layout(*core, *this, layouts.begin()->first);
   core->peers.erase(id);
@@ -159,6 +185,11 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
   for (const auto& [id, part] : parts) fail_part(core, part, peer->failure);
   for (const auto& part : std::exchange(peer->pending, {})) fail_part(core, part, peer->failure);
   if (peer->link) peer->link->close(peer->failure.message);
+}
+
+void send_renew(const Part& part) {
+  const FetchSpec& spec = part.fetch->spec;
+  part.peer->link->send(wire::Renew{spec.offer_id, spec.generation}.encode());
 }
 
 void beat(AgentCore& core) {
@@ -185,6 +216,9 @@ void beat(AgentCore& core) {
       continue;
     }
     peer->link->send(wire::encode_ping());
+    if (peer->state != Peer::kReady) continue;
+    // Not asked for yet: something is measured or registered first.
+    for (const auto& part : peer->pending) send_renew(*part);
   }
   set_timer(core, core.heartbeat, now + interval, [&core] { beat(core); });
 }
@@ -229,7 +263,8 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
     throw;
   }
   peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
-                               core.options.slot_bytes, kSchemesHere}
+                               core.options.slot_bytes,
+                               kSchemesHere | (allows_direct(core, *peer) ? wire::kDirectBit : 0)}
                        .encode());
   if (!core.heartbeat) {
     core.last_beat = Clock::now();

@@ -47,7 +47,7 @@ bool admit(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (peer.serves.contains(id)) throw Error(StatusCode::kProtocol, "an id in use is repeated");
   peer.serves[id] = serve;
   try {
-    hold(core, *serve, bytes_of(serve->request));
+    hold(core, *serve, bytes_of(*serve));
     return true;
   } catch (const Error& error) {
     refuse(core, serve, {error.code(), error.what()});
@@ -55,7 +55,22 @@ bool admit(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   }
 }
 
-// Begins to serve, waits for the offer, or refuses.
+// Runs on the pool, without the mutex: measuring takes a while, once.
+void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
+  try {
+    codec_rates();
+    Guard guard(core);
+    if (!serve->ended) find_offer(core, serve);
+  } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
+    Guard guard(core);
+    refuse(core, serve,
+           {StatusCode::kNoResources,
+            "'" + core.options.name + "' could not serve it: " + error.what()});
+  }
+}
+
+}  // namespace
+
 void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   const Generation& generation = serve->request.generation;
   const auto found = core.offers.find(generation);
@@ -80,26 +95,10 @@ void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   core.waiting[generation].insert(serve);
 }
 
-// Runs on the pool, without the mutex: measuring takes a while, once.
-void measure_and_find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
-  try {
-    codec_rates();
-    Guard guard(core);
-    if (!serve->ended) find_offer(core, serve);
-  } catch (const std::exception& error) {  // std::bad_alloc: measuring takes tens of megabytes
-    Guard guard(core);
-    refuse(core, serve,
-           {StatusCode::kNoResources,
-            "'" + core.options.name + "' could not serve it: " + error.what()});
-  }
-}
-
-}  // namespace
-
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->queued || serve->ended || serve->ready.empty() || serve->credits.empty()) return;
   serve->queued = true;
-  core.serve_queue.push(serve->peer.get(), serve);
+  core.serve_queue.push({serve->peer.get(), serve->direct.has_value()}, serve);
 }
 
 void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
@@ -107,7 +106,8 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->ended && serve->in_flight == 0) finish_serve(core, serve);
 }
 
-void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetch request) {
+void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked) {
+  wire::Fetch& request = asked.fetch;
   if (request.chunk_bytes < wire::kMinChunk || request.chunk_bytes > peer->slot_bytes) {
     throw Error(StatusCode::kProtocol,
                 "FETCH wants chunks of " + std::to_string(request.chunk_bytes) + " bytes");
@@ -116,6 +116,8 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
+  serve->path = asked.path;
+  serve->blocks = std::move(asked.blocks);
   if (!admit(core, serve)) return;
   const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
   const bool matters = left_to_us && peer->link->crosses_wire();  // else the answer is raw
@@ -161,9 +163,10 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
     if (layout == serve->peer->layouts.end()) {
       throw Error(StatusCode::kProtocol, "FETCH came before the LAYOUT of its cache");
     }
-    const wire::Bytes accept = accept_fetch(core, *serve, *offer, layout->second.layout);
-    hold(core, *serve, serve->plan->plan_bytes());
-    serve->peer->link->send(accept);
+    const auto accept = accept_fetch(core, *serve, *offer, layout->second.layout);
+    if (!accept) return register_and_serve(core, serve, offer);
+    hold(core, *serve, bytes_of_plans(*serve));
+    serve->peer->link->send(*accept);
   } catch (const Error& error) {
     return refuse(core, serve, {error.code(), error.what()});
   } catch (const std::exception& error) {  // std::bad_alloc
@@ -187,6 +190,7 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
     }
   }
   want_slots(*serve);
+  serve->blocks = {};
   const std::vector<uint32_t> slots = std::exchange(serve->request.slots, {});
   serve->credits.insert(serve->credits.end(), slots.begin(), slots.end());
   queue_serve(core, serve);

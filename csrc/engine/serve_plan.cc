@@ -264,10 +264,26 @@ WireOrder order_for(Serve& serve, const OfferState& offer, const CacheLayout& th
   return known->second;
 }
 
+// The same bytes in the consumer's blocks, counted from the lowest address of its cache.
+CopyPlan consumers_plan(const Serve& serve, const CacheLayout& theirs,
+                        const std::vector<uint32_t>& tiles, const WireOrder& order) {
+  const wire::Fetch& request = serve.request;
+  std::vector<uint32_t> planes(theirs.planes.size());
+  for (uint32_t i = 0; i < planes.size(); ++i) planes[i] = i;
+  const BlockTable table{serve.blocks, request.token_begin, request.slot_in_block};
+  const Slice slice{request.layers, request.head_begin, request.head_end, request.token_begin,
+                    request.token_end};
+  try {
+    return CopyPlan(theirs, table, slice, tiles, order, planes);
+  } catch (const Error& error) {
+    throw Error(StatusCode::kProtocol, std::string("FETCH_DIRECT: ") + error.what());
+  }
+}
+
 }  // namespace
 
-wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& offer,
-                         const CacheLayout& theirs) {
+std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
+                                        const OfferState& offer, const CacheLayout& theirs) {
   check_fit(core, serve.request, offer, theirs);
   check_request(serve.request);
   const wire::Fetch& request = serve.request;
@@ -290,16 +306,22 @@ wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& 
   }
   decide_codec(core, serve, offer, theirs, accept);
   const auto num_layers = static_cast<uint32_t>(wanted.slice.layers.size());
+  wire::AcceptDirect answer;
+  answer.path_why = "chunks are coded";
   WireOrder order{Axis::kLayer, Axis::kPlane, Axis::kTile, Axis::kHead, Axis::kToken};
   if (same && accept.codec == static_cast<uint8_t>(Codec::kRaw)) {
     accept.panel_tokens = 0;
     accept.encodings.clear();
     order = order_for(serve, offer, theirs);
-    serve.plan.emplace(CopyPlan(ours, offer.table, wanted.slice,
-                                tile_ends(request.token_begin, request.token_end, ours.block_size,
-                                          wanted.slot, theirs.block_size, request.slot_in_block),
-                                order, wanted.plane_of),
+    const auto tiles = tile_ends(request.token_begin, request.token_end, ours.block_size,
+                                 wanted.slot, theirs.block_size, request.slot_in_block);
+    serve.plan.emplace(CopyPlan(ours, offer.table, wanted.slice, tiles, order, wanted.plane_of),
                        num_layers, request.chunk_bytes, serve.per_layer);
+    if (serve.path != 0) {
+      const auto why = choose_path(serve, offer, consumers_plan(serve, theirs, tiles, order));
+      if (!why) return std::nullopt;
+      answer.path_why = *why;
+    }
   } else {
     serve.plan.emplace(PanelPlan(ours, offer.table, wanted.slice, wanted.plane_of,
                                  format_of(accept, ours.element)),
@@ -308,7 +330,10 @@ wire::Bytes accept_fetch(const AgentCore& core, Serve& serve, const OfferState& 
   for (size_t i = 0; i < order.size(); ++i) accept.order[i] = static_cast<uint8_t>(order[i]);
   accept.num_chunks = serve.plan->num_chunks();
   accept.wire_bytes = serve.plan->wire_bytes();
-  return accept.encode();
+  if (serve.path == 0) return accept.encode();
+  answer.accept = std::move(accept);
+  answer.direct = serve.direct.has_value();
+  return answer.encode();
 }
 
 }  // namespace kvxfer

@@ -40,11 +40,14 @@ uint32_t window_of(const AgentCore& core, const Part& part) {
 }
 
 void free_slot(AgentCore& core, uint32_t slot) {
-  if (const auto peer = core.peers.find(core.slots[slot].peer); peer != core.peers.end()) {
+  const SlotInfo freed = std::exchange(core.slots[slot], {});
+  if (const auto peer = core.peers.find(freed.peer); peer != core.peers.end()) {
     --peer->second->granted;
   }
-  core.slots[slot] = {};
   core.arena->give_back(slot);
+  if (!freed.fenced) return;
+  --freed.fenced->fenced;
+  complete(core, freed.fenced);
 }
 
 uint32_t grant_slot(AgentCore& core, Part& part) {
@@ -77,6 +80,10 @@ void reclaim_granted(AgentCore& core, Part& part, bool exposed) {
     if (state != SlotInfo::kGranted && state != SlotInfo::kLanded) return false;
     if (exposed && state == SlotInfo::kGranted) {
       core.slots[slot].state = SlotInfo::kQuarantined;
+      if (part.direct) {
+        core.slots[slot].fenced = part.fetch;
+        ++part.fetch->fenced;
+      }
     } else {
       free_slot(core, slot);
     }

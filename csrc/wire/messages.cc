@@ -38,7 +38,7 @@ MessageType type_of(std::span<const std::byte> message) {
   if (message.empty()) throw Error(StatusCode::kProtocol, "empty message");
   const auto type = static_cast<uint8_t>(message[0]);
   if (type < static_cast<uint8_t>(MessageType::kHello) ||
-      type > static_cast<uint8_t>(MessageType::kDeclined)) {
+      type > static_cast<uint8_t>(kLastMessage)) {
     throw Error(StatusCode::kProtocol, "unknown message type " + std::to_string(type));
   }
   return static_cast<MessageType>(type);
@@ -129,29 +129,28 @@ Layout Layout::decode(std::span<const std::byte> body) {
   return m;
 }
 
-Bytes Fetch::encode() const {
-  ByteWriter out = begin(MessageType::kFetch);
-  out.put(fetch_id);
-  out.put_string(offer_id);
-  out.put_raw(generation);
-  out.put(cache_id);
-  out.put_list(layers);
-  for (uint32_t field : {head_begin, head_end, token_begin, token_end, slot_in_block})
+namespace {
+
+void put_fetch(ByteWriter& out, const Fetch& m) {
+  out.put(m.fetch_id);
+  out.put_string(m.offer_id);
+  out.put_raw(m.generation);
+  out.put(m.cache_id);
+  out.put_list(m.layers);
+  for (uint32_t field : {m.head_begin, m.head_end, m.token_begin, m.token_end, m.slot_in_block})
     out.put(field);
-  out.put(codec);
-  out.put(panel_tokens);
-  out.put(group);
-  out.put(scale_format);
-  for (uint32_t field : {raw_until, raw_from, unpack_rate, decode_rate}) out.put(field);
-  out.put(with_digest);
-  out.put(chunk_bytes);
-  out.put(consumers);
-  out.put_list(slots);
-  return out.take();
+  out.put(m.codec);
+  out.put(m.panel_tokens);
+  out.put(m.group);
+  out.put(m.scale_format);
+  for (uint32_t field : {m.raw_until, m.raw_from, m.unpack_rate, m.decode_rate}) out.put(field);
+  out.put(m.with_digest);
+  out.put(m.chunk_bytes);
+  out.put(m.consumers);
+  out.put_list(m.slots);
 }
 
-Fetch Fetch::decode(std::span<const std::byte> body) {
-  ByteReader in(body);
+Fetch get_fetch(ByteReader& in) {
   Fetch m;
   m.fetch_id = in.get<uint64_t>();
   m.offer_id = in.get_string(kMaxName);
@@ -173,37 +172,33 @@ Fetch Fetch::decode(std::span<const std::byte> body) {
   m.chunk_bytes = in.get<uint32_t>();
   m.consumers = in.get<uint32_t>();
   m.slots = in.get_list(kMaxSlots);
-  in.expect_end();
   return m;
 }
 
-Bytes Accept::encode() const {
-  ByteWriter out = begin(MessageType::kAccept);
-  out.put(fetch_id);
-  for (uint8_t axis : order) out.put(axis);
-  out.put(per_layer);
-  out.put(num_chunks);
-  out.put(wire_bytes);
-  out.put(producer_block_size);
-  out.put(producer_slot);
-  out.put(codec);
-  out.put(element);
-  out.put(panel_tokens);
-  out.put(static_cast<uint32_t>(encodings.size()));
-  for (const PlaneEncoding& encoding : encodings) {
+void put_accept(ByteWriter& out, const Accept& m) {
+  out.put(m.fetch_id);
+  for (uint8_t axis : m.order) out.put(axis);
+  out.put(m.per_layer);
+  out.put(m.num_chunks);
+  out.put(m.wire_bytes);
+  out.put(m.producer_block_size);
+  out.put(m.producer_slot);
+  out.put(m.codec);
+  out.put(m.element);
+  out.put(m.panel_tokens);
+  out.put(static_cast<uint32_t>(m.encodings.size()));
+  for (const PlaneEncoding& encoding : m.encodings) {
     out.put(encoding.scheme);
     out.put(encoding.scale_format);
     out.put(encoding.group);
   }
-  out.put(raw_until);
-  out.put(raw_from);
-  put_floats(out, scales);
-  out.put_string(why.substr(0, kMaxText));
-  return out.take();
+  out.put(m.raw_until);
+  out.put(m.raw_from);
+  put_floats(out, m.scales);
+  out.put_string(m.why.substr(0, kMaxText));
 }
 
-Accept Accept::decode(std::span<const std::byte> body) {
-  ByteReader in(body);
+Accept get_accept(ByteReader& in) {
   Accept m;
   m.fetch_id = in.get<uint64_t>();
   unsigned seen = 0;
@@ -241,6 +236,92 @@ Accept Accept::decode(std::span<const std::byte> body) {
   m.raw_from = in.get<uint32_t>();
   m.scales = get_floats(in);
   m.why = in.get_string(kMaxText);
+  return m;
+}
+
+}  // namespace
+
+Bytes Fetch::encode() const {
+  ByteWriter out = begin(MessageType::kFetch);
+  put_fetch(out, *this);
+  return out.take();
+}
+
+Fetch Fetch::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  Fetch m = get_fetch(in);
+  in.expect_end();
+  return m;
+}
+
+Bytes Accept::encode() const {
+  ByteWriter out = begin(MessageType::kAccept);
+  put_accept(out, *this);
+  return out.take();
+}
+
+Accept Accept::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  Accept m = get_accept(in);
+  in.expect_end();
+  return m;
+}
+
+Bytes Memory::encode() const {
+  ByteWriter out = begin(MessageType::kMemory);
+  out.put(cache_id);
+  out.put(static_cast<uint32_t>(keys.size()));
+  out.put_raw(keys);
+  return out.take();
+}
+
+Memory Memory::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  Memory m;
+  m.cache_id = in.get<uint32_t>();
+  const std::string keys = in.get_string(kMaxKeys);
+  const auto bytes = std::as_bytes(std::span(keys));
+  m.keys.assign(bytes.begin(), bytes.end());
+  in.expect_end();
+  return m;
+}
+
+Bytes FetchDirect::encode() const {
+  ByteWriter out = begin(MessageType::kFetchDirect);
+  put_fetch(out, fetch);
+  out.put(path);
+  out.put_list(blocks);
+  return out.take();
+}
+
+FetchDirect FetchDirect::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  FetchDirect m;
+  m.fetch = get_fetch(in);
+  m.path = in.get<uint8_t>();
+  if (m.path != kAuto && m.path != kDirect) {
+    throw Error(StatusCode::kProtocol, "FETCH_DIRECT names the path " + std::to_string(m.path));
+  }
+  m.blocks = in.get_list(kMaxBlocks);
+  in.expect_end();
+  return m;
+}
+
+Bytes AcceptDirect::encode() const {
+  ByteWriter out = begin(MessageType::kAcceptDirect);
+  put_accept(out, accept);
+  out.put(direct);
+  out.put_string(path_why.substr(0, kMaxText));
+  return out.take();
+}
+
+AcceptDirect AcceptDirect::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  AcceptDirect m;
+  m.accept = get_accept(in);
+  m.direct = in.get<uint8_t>();
+  if (m.direct > 1) throw Error(StatusCode::kProtocol, "ACCEPT_DIRECT is neither yes nor no");
+  m.path_why = in.get_string(kMaxText);
   in.expect_end();
   return m;
 }

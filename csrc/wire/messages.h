@@ -18,7 +18,8 @@ namespace kvxfer::wire {
 //      of COMMIT are those of a coded chunk
 //   3  consumers that do not fetch: DECLINE and DECLINED; FETCH says how many fetch; the status
 //      WITHDRAWN
-//   4  the status BUSY; REFUSED says when to try again
+//   4  the status BUSY; REFUSED says when to try again; MEMORY, FETCH_DIRECT and ACCEPT_DIRECT
+//      between those who set kDirectBit
 constexpr uint16_t kProtocolVersion = 4;
 
 // First byte of every control message. Append, never renumber.
@@ -39,7 +40,11 @@ enum class MessageType : uint8_t {
   kWant = 14,
   kDecline = 15,
   kDeclined = 16,
+  kMemory = 17,
+  kFetchDirect = 18,
+  kAcceptDirect = 19,
 };
+constexpr MessageType kLastMessage = MessageType::kAcceptDirect;
 
 using Generation = std::array<std::byte, 16>;
 using Bytes = std::vector<std::byte>;
@@ -51,6 +56,10 @@ constexpr uint32_t kMaxPlanes = 16;
 constexpr uint32_t kMaxSlots = 1u << 16;
 constexpr uint32_t kMinChunk = 4096;
 constexpr uint32_t kMaxScales = kMaxLayers * kMaxPlanes;
+constexpr uint32_t kMaxBlocks = 1u << 16;  // of a fetch that may go direct
+constexpr uint32_t kMaxKeys = 2u << 20;    // bytes of the keys of a cache
+// In Hello::schemes: understands the messages of the direct path, and allows it on this link.
+constexpr uint32_t kDirectBit = 1u << 31;
 
 // Each message is encoded as its type byte and then its fields in the order written here, all
 // integers little-endian. decode() takes the bytes behind the type byte and throws
@@ -62,7 +71,7 @@ struct Hello {
   uint64_t incarnation = 0;
   std::string name;
   uint32_t slot_bytes = 0;  // largest chunk that this side can stage
-  uint32_t schemes = 0;     // that it can encode and decode: bit i is scheme i
+  uint32_t schemes = 0;     // that it can encode and decode: bit i is scheme i; and kDirectBit
 
   Bytes encode() const;
   static Hello decode(std::span<const std::byte> body);
@@ -149,13 +158,46 @@ struct Accept {
   static Accept decode(std::span<const std::byte> body);
 };
 
+// What follows is said only to a peer that has set kDirectBit, by one that has, too.
+
+// Consumer -> producer, behind the LAYOUT of the cache: the keys by which it may be written into.
+struct Memory {
+  uint32_t cache_id = 0;
+  Bytes keys;  // of the link: see Link::remote_memory()
+
+  Bytes encode() const;
+  static Memory decode(std::span<const std::byte> body);
+};
+
+// Consumer -> producer: a FETCH whose chunks may be written straight into these blocks.
+struct FetchDirect {
+  enum Path : uint8_t { kAuto = 1, kDirect = 2 };  // kDirect: also where packing is faster
+
+  Fetch fetch;
+  uint8_t path = kAuto;
+  std::vector<uint32_t> blocks;  // the first holds token_begin, in slot_in_block
+
+  Bytes encode() const;
+  static FetchDirect decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer: the ACCEPT of such a one.
+struct AcceptDirect {
+  Accept accept;
+  uint8_t direct = 0;    // 1: chunks go into the blocks; else into slots as ever
+  std::string path_why;  // for people
+
+  Bytes encode() const;
+  static AcceptDirect decode(std::span<const std::byte> body);
+};
+
 // Producer -> consumer: chunk `chunk` is complete in slot `slot`. `bytes` is its true size, which
 // for a coded one only the producer knows before. Travels as a message where the arena is mapped,
 // else as the notice of the write.
 struct Commit {
   uint64_t fetch_id = 0;
   uint32_t chunk = 0;
-  uint32_t slot = 0;
+  uint32_t slot = 0;  // of a chunk that went into the blocks: the credit that it has used
   uint32_t bytes = 0;
   Digest digest;
 

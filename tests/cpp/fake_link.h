@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -37,6 +38,25 @@ class FakeLink : public Link {
     if (!writes_take_long) return sink_->on_written(*this, token, true);
     under_way = token;
   }
+  bool direct() const override { return allows_direct; }
+  std::shared_ptr<DirectMemory> register_memory(std::span<const std::span<std::byte>>,
+                                                DirectUse) override {
+    ++registrations;
+    return std::make_shared<Memory>();
+  }
+  std::shared_ptr<RemoteMemory> remote_memory(std::span<const std::byte>) override {
+    return std::make_shared<RemoteMemory>();
+  }
+  void write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<DirectMemory>,
+                    std::shared_ptr<RemoteMemory>, std::span<const std::byte>,
+                    uint64_t token) override {
+    {
+      const std::lock_guard lock(mutex_);
+      written.insert(written.end(), pieces.begin(), pieces.end());
+    }
+    if (!writes_take_long) return sink_->on_written(*this, token, true);
+    under_way = token;
+  }
   void close(const std::string& why) override {
     if (closed_) return;
     reason = why;
@@ -64,6 +84,13 @@ class FakeLink : public Link {
     return sent;
   }
 
+  struct Memory : DirectMemory {
+    std::vector<std::byte> keys() const override { return {std::byte{7}}; }
+  };
+
+  bool allows_direct = false;
+  std::atomic<uint32_t> registrations = 0;
+  std::vector<DirectPiece> written;
   bool writes_take_long = false;        // until end_write()
   std::atomic<uint64_t> under_way = 0;  // the token of such a write
   std::function<void(const wire::Bytes&)> on_send;

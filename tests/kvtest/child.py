@@ -89,6 +89,11 @@ class Server:
             fetch.wait(LONG)
         return fetch.status.value, str(fetch.error or "")
 
+    def progress(self, name: str) -> tuple[str, int]:
+        """Return the path of a fetch, and how many bytes have arrived."""
+        report = self.fetches[name].report
+        return report.path, report.bytes
+
     def same(self, cache: str, geometry: Geometry, seed: int) -> bool:
         return self.caches[cache].same_as(Paged(geometry, seed))
 

@@ -54,6 +54,7 @@ def library() -> ctypes.CDLL:
     found.fake_verbs_bytes_sent.restype = ctypes.c_uint64
     found.fake_verbs_violations.restype = ctypes.c_uint64
     found.fake_verbs_objects.restype = ctypes.c_uint64
+    found.fake_verbs_registrations.restype = ctypes.c_uint64
     found.fake_verbs_remote_keys.restype = ctypes.c_uint32
     return found
 
@@ -87,6 +88,16 @@ def hold_sends(hold: bool) -> None:
     library().fake_verbs_hold_sends(hold)
 
 
+@contextmanager
+def held_registrations() -> Iterator[None]:
+    """Let who registers memory wait until the end of the block."""
+    library().fake_verbs_hold_registrations(True)
+    try:
+        yield
+    finally:
+        library().fake_verbs_hold_registrations(False)
+
+
 def fail_calls(function: str, error: int, skip: int = 0, times: int = 1) -> None:
     library().fake_verbs_fail_calls(function.encode(), error, skip, times)
 
@@ -103,6 +114,11 @@ def violations() -> int:
 def objects() -> int:
     """Contexts, queue pairs, registrations and so on that somebody holds."""
     return library().fake_verbs_objects()
+
+
+def registrations() -> int:
+    """Return how many there were so far."""
+    return library().fake_verbs_registrations()
 
 
 def remote_keys() -> set[int]:

@@ -149,7 +149,8 @@ int ibv_dealloc_pd(ibv::Pd* pd) {
 
 static ibv::Mr* register_memory(ibv::Pd* pd, void* address, fake_verbs::Registration asked) {
   World& all = world();
-  const std::lock_guard lock(all.mutex);
+  std::unique_lock lock(all.mutex);
+  all.changed.wait(lock, [&] { return !all.hold_registrations; });
   if (const int error = all.injected(asked.fd < 0 ? "reg_mr" : "reg_dmabuf_mr")) {
     return fail<ibv::Mr>(error);
   }

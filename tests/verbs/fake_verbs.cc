@@ -145,6 +145,13 @@ void hold_sends(bool hold) {
   all.changed.notify_all();
 }
 
+void hold_registrations(bool hold) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.hold_registrations = hold;
+  all.changed.notify_all();
+}
+
 void lose_acknowledgements(const std::string& device, bool lose) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
@@ -228,6 +235,8 @@ void fake_verbs_fail_device(const char* device) { fake_verbs::fail_device(device
 
 void fake_verbs_hold_sends(bool hold) { fake_verbs::hold_sends(hold); }
 
+void fake_verbs_hold_registrations(bool hold) { fake_verbs::hold_registrations(hold); }
+
 void fake_verbs_lose_acknowledgements(const char* device, bool lose) {
   fake_verbs::lose_acknowledgements(device, lose);
 }
@@ -246,6 +255,8 @@ void fake_verbs_forget_faults() {
 uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port) {
   return fake_verbs::bytes_sent(device, port);
 }
+
+uint64_t fake_verbs_registrations() { return fake_verbs::counts().registrations; }
 
 uint64_t fake_verbs_violations() { return fake_verbs::counts().violations; }
 

@@ -75,6 +75,8 @@ void fail_device(const std::string& device);
 void hold_send_completions(bool hold);
 // While held, what is posted is not carried out.
 void hold_sends(bool hold);
+// While held, who registers memory waits.
+void hold_registrations(bool hold);
 // What is delivered from now on is not acknowledged: the bytes and the notice arrive, and the
 // sender fails after retry_ms.
 void lose_acknowledgements(const std::string& device, bool lose);
@@ -116,12 +118,14 @@ void fake_verbs_revoke_remote_keys(const char* device);
 void fake_verbs_overrun_completion_queues(const char* device);
 void fake_verbs_fail_device(const char* device);
 void fake_verbs_hold_sends(bool hold);
+void fake_verbs_hold_registrations(bool hold);
 void fake_verbs_lose_acknowledgements(const char* device, bool lose);
 void fake_verbs_fail_calls(const char* function, int error, int skip, int times);
 void fake_verbs_forget_faults();
 uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port);
 uint64_t fake_verbs_violations();
 uint64_t fake_verbs_objects();
+uint64_t fake_verbs_registrations();  // so far
 // The first `room` remote keys that are valid; returns how many there are.
 uint32_t fake_verbs_remote_keys(uint32_t* keys, uint32_t room);
 }

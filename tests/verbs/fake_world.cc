@@ -55,7 +55,7 @@ void World::forget_faults() {
   faults.clear();
   mute.clear();
   held.clear();
-  hold_completions = hold_sends = false;
+  hold_completions = hold_sends = hold_registrations = false;
   retry = std::chrono::milliseconds(50);
 }
 

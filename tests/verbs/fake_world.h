@@ -123,7 +123,7 @@ class World {
   std::set<Cq*> cqs;
   std::map<uint32_t, Qp*> qps;
   std::vector<std::pair<ibv::Cq*, Completion>> held;
-  bool hold_completions = false, hold_sends = false;
+  bool hold_completions = false, hold_sends = false, hold_registrations = false;
   std::set<std::string> mute;  // devices whose sends are not acknowledged
   std::chrono::milliseconds retry{50};
   fake_verbs::Counts counts;

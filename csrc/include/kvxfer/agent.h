@@ -49,6 +49,14 @@ struct CodecSpec {
   uint32_t raw_until = 0, raw_from = UINT32_MAX;
 };
 
+// Where the chunks of a fetch go on links that have a direct path. Both sides have their say: what
+// either wants staged is.
+enum class Path : uint8_t {
+  kStaged,  // into slots of the staging arena: no peer reaches a cache
+  kAuto,    // straight into the blocks where that is faster
+  kDirect,  // wherever it is possible
+};
+
 struct AgentOptions {
   std::string name;
   uint64_t incarnation = 0;  // new at each start
@@ -68,6 +76,7 @@ struct AgentOptions {
   // together can have 8 times as much; a fetch beyond it is refused with kBusy.
   uint64_t peer_bytes = 64u << 20;
   bool digest = true;
+  Path path = Path::kStaged;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
   // Seconds that a GPU has for a chunk, and a stream to get to where an offer is ready.
   double gpu_timeout = 60.0;
@@ -123,7 +132,8 @@ struct FetchReport {
   uint64_t bytes = 0;  // of KV delivered
   double seconds = 0;  // from fetch() to the end
   uint32_t chunks = 0;
-  std::string path;        // "staged"
+  std::string path;        // "staged" or "direct"
+  std::string path_why;    // why that one
   std::string transport;   // of the peers, e.g. "shm"
   std::string why;         // why this path and not a better one
   std::string wire_order;  // outermost axis first, e.g. "LPTHN"
@@ -147,7 +157,9 @@ class Fetch {
   // Waits up to `seconds`; returns done().
   bool wait(double seconds) const;
   // Ends the fetch with kCancelled unless it is done. On return nothing writes into the caller's
-  // blocks any more; chunks that are still under way land in quarantined slots. `for_good`: the
+  // blocks any more; chunks that are still under way land in quarantined slots. Where they were to
+  // go straight into the blocks, it waits for the producer to say that none is, and ends the
+  // connection where that takes longer than a fifth of heartbeat_timeout. `for_good`: the
   // producers count it as if it had been fetched, as after Agent::decline(); this holds for a fetch
   // that has failed before, too, and is told in the background, within another timeout of the
   // fetch.

@@ -23,6 +23,9 @@ Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
 Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
               uint64_t seed, bool with_digest = true);
 
+// The digest that pack() would compute, of bytes that stay where they are.
+Digest digest_in_place(const CopyPlan& plan, uint64_t begin, uint64_t end, uint64_t seed);
+
 // Zeroes what plan.append_tail_runs() names.
 void zero_tail(const CopyPlan& plan);
 

@@ -30,6 +30,9 @@ Bytes again(MessageType type, std::span<const std::byte> body) {
     case MessageType::kWant: return again<wire::Want>(body);
     case MessageType::kRenew: return again<wire::Renew>(body);
     case MessageType::kDecline: return again<wire::Decline>(body);
+    case MessageType::kMemory: return again<wire::Memory>(body);
+    case MessageType::kFetchDirect: return again<wire::FetchDirect>(body);
+    case MessageType::kAcceptDirect: return again<wire::AcceptDirect>(body);
     case MessageType::kDeclined:
     case MessageType::kDone:
     case MessageType::kCancel:

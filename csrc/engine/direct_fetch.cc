@@ -1,0 +1,121 @@
+// The consumer's side of the direct path: caches that peers may write into, and the fence behind
+// which they don't any more.
+
+#include <set>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+// A producer that is alive says at once that it has stopped; one that is not is not waited for, but
+// for this share of the heartbeat time-out.
+constexpr double kFenceShare = 0.2;
+
+Registered register_cache(Link& link, const Cache& cache) {
+  try {
+    Registered made;
+    made.memory = link.register_memory(cache.memory, Link::DirectUse::kTarget);
+    const size_t bytes = made.memory->keys().size();
+    if (bytes <= wire::kMaxKeys) return made;
+    return {nullptr, "the cache's keys would take " + std::to_string(bytes) + " bytes"};
+  } catch (const std::exception& error) {
+    return {nullptr, std::string("the cache cannot be registered: ") + error.what()};
+  }
+}
+
+// Runs on the pool, without the mutex: registering pins the memory. `fetch` keeps the cache in use.
+void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                 const std::shared_ptr<FetchState>& fetch) {
+  const std::shared_ptr<Cache> cache = fetch->cache;
+  Registered made = register_cache(*peer->link, *cache);
+  Registered unused;  // before the mutex: goes when it is free again
+  Guard guard(core);
+  --fetch->unpacking;
+  const auto entry = peer->targets.find(cache->id);
+  (entry == peer->targets.end() ? unused : entry->second) = std::move(made);
+  // Where the peer was lost meanwhile, there are none: they have failed with it.
+  std::vector<std::shared_ptr<Part>> waiting;
+  std::erase_if(peer->pending, [&](const auto& part) {
+    if (!part->asks_direct || part->fetch->cache != cache) return false;
+    waiting.push_back(part);
+    return true;
+  });
+  for (const auto& part : waiting) {
+    if (!part->fetch->ending) start_part(core, part);
+  }
+  complete(core, fetch);
+  grant_slots(core);
+}
+
+}  // namespace
+
+bool may_go_direct(const AgentCore& core, Part& part) {
+  const FetchSpec& spec = part.fetch->spec;
+  const Peer& peer = *part.peer;
+  if (core.options.path == Path::kStaged) {
+    part.path_why = "path is set to staged";
+  } else if (!peer.link->direct()) {
+    part.path_why = std::string(peer.link->transport()) + " has no direct path";
+  } else if (!peer.direct) {
+    part.path_why = "'" + peer.name + "' has path set to staged, or is of an older release";
+  } else if (part.fetch->cache->gpu) {
+    part.path_why = "the cache is in GPU memory, which goes through the host's";
+  } else if (spec.codec.codec != Codec::kRaw) {
+    part.path_why = std::string("codec ") + codec_name(spec.codec.codec) + " needs staging";
+  } else if (spec.table.blocks.size() > wire::kMaxBlocks) {
+    part.path_why = "more than " + std::to_string(wire::kMaxBlocks) + " blocks";
+  } else {
+    return true;
+  }
+  return false;
+}
+
+void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
+  const auto& peer = part->peer;
+  const auto& fetch = part->fetch;
+  send_renew(*part);
+  // Meanwhile it fails with the peer, as one does that waits for HELLO.
+  peer->pending.push_back(part);
+  if (!peer->targets.try_emplace(fetch->cache->id).second) return;  // is under way
+  ++fetch->unpacking;
+  if (core.pool->submit([&core, peer, fetch] { do_register(core, peer, fetch); })) return;
+  --fetch->unpacking;
+  peer->targets.erase(fetch->cache->id);
+  fail_fetch(core, fetch, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
+}
+
+void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  const Duration time = to_duration(kFenceShare * core.options.heartbeat_timeout);
+  set_timer(core, fetch->timer, Clock::now() + time, [&core, fetch] {
+    std::set<std::shared_ptr<Peer>> holding;
+    for (const SlotInfo& slot : core.slots) {
+      if (slot.fenced != fetch) continue;
+      if (const auto found = core.peers.find(slot.peer); found != core.peers.end()) {
+        holding.insert(found->second);
+      }
+    }
+    for (const auto& peer : holding) {
+      drop_peer(
+          core, peer,
+          {StatusCode::kPeerLost, "lost '" + peer->name +
+                                      "': it did not say that it writes no more into the blocks "
+                                      "of a fetch that has ended"});
+    }
+  });
+}
+
+std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache) {
+  std::vector<Registered> taken;
+  for (auto* all : {&peer.targets, &peer.sources}) {
+    std::erase_if(*all, [&](auto& entry) {
+      if (cache && entry.first != *cache) return false;
+      taken.push_back(std::move(entry.second));
+      return true;
+    });
+  }
+  return taken;
+}
+
+}  // namespace kvxfer

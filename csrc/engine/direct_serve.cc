@@ -1,0 +1,130 @@
+// The producer's side of the direct path: from the blocks of an offer straight into the consumer's.
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/core.h"
+
+namespace kvxfer {
+namespace {
+
+// What packing costs is made up for by runs of this many bytes: docs/performance.md.
+constexpr uint64_t kAutoRun = 310u << 10;
+// Below this a work request takes more memory than what it moves.
+constexpr uint64_t kLeastRun = 16;
+constexpr uint64_t kMostPieces = 1u << 20;  // of a fetch: counting them holds up everything else
+
+Registered register_cache(const AgentCore& core, Link& link, const Cache& cache) {
+  try {
+    Registered made;
+    made.memory = link.register_memory(cache.memory, Link::DirectUse::kSource);
+    return made;
+  } catch (const std::exception& error) {
+    return {nullptr,
+            "'" + core.options.name + "' cannot register its cache: " + std::string(error.what())};
+  }
+}
+
+// Runs on the pool, without the mutex: registering pins the memory. `offer` keeps it in use.
+void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                 const std::shared_ptr<OfferState>& offer) {
+  Registered made = register_cache(core, *peer->link, *offer->cache);
+  Registered unused;  // before the mutex: goes when it is free again
+  Guard guard(core);
+  const auto entry = peer->sources.find(offer->cache->id);
+  (entry == peer->sources.end() ? unused : entry->second) = std::move(made);
+  --offer->reading;
+  release_if_unread(core, *offer);
+  const auto serves = peer->serves;
+  for (const auto& [id, serve] : serves) {
+    if (std::exchange(serve->registering, false) && !serve->ended) find_offer(core, serve);
+  }
+}
+
+}  // namespace
+
+std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, CopyPlan target) {
+  Peer& peer = *serve.peer;
+  const auto& to = peer.layouts.at(serve.request.cache_id).memory;
+  if (!to) throw Error(StatusCode::kProtocol, "FETCH_DIRECT without MEMORY");
+  if (offer.cache->gpu) {
+    return "the producer's cache is in GPU memory, which goes through the host's";
+  }
+  const ChunkPlan& plan = *serve.plan;
+  const bool forced = serve.path == wire::FetchDirect::kDirect;
+  const uint64_t least_run = forced ? kLeastRun : kAutoRun;
+  const uint64_t most = std::min(plan.wire_bytes() / least_run, kMostPieces);
+  const uint64_t pieces = plan.count_pieces(target, most + 1);
+  const std::string run =
+      forced ? std::to_string(kLeastRun) + " bytes" : std::to_string(kAutoRun >> 10) + " KiB";
+  if (pieces > kMostPieces) return "more than " + std::to_string(kMostPieces) + " runs";
+  if (pieces > most) {
+    return "runs of less than " + run + " on average" + (forced ? "" : ": packing is faster");
+  }
+  const auto source = peer.sources.find(offer.cache->id);
+  if (source == peer.sources.end() || !source->second.ready()) return std::nullopt;
+  if (!source->second.memory) return source->second.problem;
+  serve.direct.emplace(DirectServe{std::move(target), pieces, source->second.memory, to});
+  return forced ? "as set" : "runs of at least " + run + " on average";
+}
+
+void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
+                        const std::shared_ptr<OfferState>& offer) {
+  serve->plan.reset();  // is made again then, and counted
+  serve->registering = true;
+  const auto& peer = serve->peer;
+  if (!peer->sources.try_emplace(offer->cache->id).second) return;  // is under way
+  ++offer->reading;
+  if (core.pool->submit([&core, peer, offer] { do_register(core, peer, offer); })) return;
+  --offer->reading;
+  peer->sources.erase(offer->cache->id);
+  refuse(core, serve, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
+}
+
+void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk,
+                  uint32_t slot) {
+  const wire::Fetch& request = serve->request;
+  const DirectServe& direct = *serve->direct;
+  const TimePoint began = Clock::now();
+  const auto bytes = static_cast<uint32_t>(serve->plan->memory_bytes(chunk));
+  std::vector<DirectPiece> pieces;
+  wire::Commit commit{request.fetch_id, chunk, slot, bytes, {}};
+  std::optional<std::string> failure;
+  try {
+    pieces = serve->plan->pieces(chunk, direct.target);
+    if (request.with_digest != 0) {
+      commit.digest = serve->plan->digest_in_place(chunk, request.generation);
+    }
+  } catch (const std::exception& error) {  // std::bad_alloc
+    failure = "producer '" + core.options.name + "' could not write chunk " +
+              std::to_string(chunk) + ": " + error.what();
+  }
+  core.recorder.add(TraceKind::kPack, request.generation,
+                    {.peer = serve->peer->id,
+                     .chunk = chunk,
+                     .bytes = bytes,
+                     .began = began,
+                     .code = failure ? StatusCode::kNoResources : StatusCode::kOk});
+  uint64_t token = 0;
+  {
+    Guard guard(core);
+    --core.packing;
+    if (failure) refuse(core, serve, {StatusCode::kNoResources, *failure});
+    if (serve->ended) {
+      --serve->offer->reading;
+      release_if_unread(core, *serve->offer);
+      land_flight(core, serve);
+    } else {
+      core.counters.bytes_sent += bytes;
+      core.counters.wire_bytes_sent += bytes;
+      token = core.next_token++;
+      core.writing.emplace(token, Writing{serve, std::nullopt, chunk, bytes, Clock::now()});
+    }
+    start_packs(core);
+  }
+  if (token == 0) return;
+  serve->peer->link->write_direct(std::move(pieces), direct.from, direct.to, commit.encode(),
+                                  token);
+}
+
+}  // namespace kvxfer
