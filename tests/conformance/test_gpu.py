@@ -96,6 +96,23 @@ def test_raw_between_gpus_and_hosts(
         assert look(target).same_as(expected(source))
 
 
+@pytest.mark.parametrize(("here", "there"), [(0, HOST), (HOST, 1)])
+def test_what_is_on_a_gpu_does_not_go_direct(gpus: Gpus, here: int, there: int) -> None:
+    with (
+        pair("verbs", path="direct") as (prefill, decode),
+        made(SIDE, here, seed=3) as source,
+        made(OTHER, there) as target,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+        prefill.offer(source.cache, BLOCKS, TOKENS) as offer,
+    ):
+        fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        fetch.wait()
+        assert fetch.report.path == "staged"
+        assert "cache is in GPU memory" in fetch.report.path_why
+        assert look(target).same_as(expected(source))
+
+
 @pytest.mark.parametrize(("here", "there"), [(0, 1), (1, HOST), (HOST, 1)])
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "int8"])
 def test_codecs_between_gpus_and_hosts(

@@ -163,11 +163,12 @@ def staged_with(
     return fetch.report.path_why
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "loopback"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "loopback", "ucx-tcp"])
 def test_other_transports_have_none(transport: str) -> None:
     with pair(transport, **DIRECT) as (prefill, decode):
         report = fetched(prefill, decode)
-    assert (report.path, report.path_why) == ("staged", f"{transport} has no direct path")
+    name = transport.removesuffix("-tcp")
+    assert (report.path, report.path_why) == ("staged", f"{name} has no direct path")
 
 
 def test_an_unknown_path() -> None:
