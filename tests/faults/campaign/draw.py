@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from faults.campaign.proxy import MET
 from faults.campaign.schedule import (
     CODECS,
     CONTENT,
@@ -243,7 +244,7 @@ class _Drawing:
 
     def link(self) -> list[tuple[str, dict[str, Any]]]:
         draw = self.draw
-        kinds = ["reset", "freeze", "half", "delay", "corrupt", "corrupt", "duplicate", "truncate"]
+        kinds = ["reset", "freeze", "half", "delay", "corrupt", *MET]
         args: dict[str, Any] = {"agent": self.producer(), "how": draw.choice(kinds)}
         args["seconds"] = draw.choice([0.2, 0.6, 1.5])
         args["seed"] = draw.randrange(1 << 30)

@@ -154,6 +154,8 @@ class Fleet:
             process.pipe.close()
         for proxy in self.proxies.values():
             proxy.close()
+            for how, times in proxy.happened.items():
+                self.outcome.faults[f"link: {how}"] += times
         if self.network is not None:
             self.network.close()
         self._folder.cleanup()

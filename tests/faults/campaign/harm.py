@@ -10,6 +10,7 @@ import threading
 import time
 
 from faults.campaign.fleet import Armed, Fleet
+from faults.campaign.proxy import MET
 from faults.campaign.watch import FIRST
 from kvtest import wire
 from kvtest.agents import CERTIFICATE
@@ -122,7 +123,8 @@ class Harm:
         fleet, proxy = self._fleet, self._fleet.proxies.get(agent)
         if proxy is None:
             return
-        self._faults["link: " + how] += 1
+        if how not in MET:  # those are counted by the proxy
+            self._faults["link: " + how] += 1
         proxy.begin(how, direction, seed)
         if how == "freeze":
             fleet.frozen[agent] = time.monotonic()

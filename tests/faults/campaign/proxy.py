@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 import socket
@@ -10,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from faults.campaign.shuffle import SHUFFLES, Shuffle
 from faults.campaign.watch import Watch
 
 from kvxfer.handshake import split_address
 
 DAMAGE = ("corrupt", "duplicate", "truncate")  # of what passes
+MET = (*DAMAGE, *SHUFFLES)  # what happens only when something passes
 _PIECE = 16 << 10
 _TICK = 0.05  # seconds after which a thread looks whether its connection is still wanted
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -27,6 +30,8 @@ class _Pair:
         self.client, self.server = client, server
         self.running = 2
         self.watch = Watch()
+        self.passed = {"up": 0, "down": 0}
+        self.shuffles: dict[str, Shuffle] = {}
         self.half = False
 
     def abort(self, sock: socket.socket) -> None:
@@ -40,7 +45,8 @@ class Proxy:
 
     ``reset``: connections end with RST. ``half``: one end does, the other hears nothing.
     ``freeze``: nothing passes, nothing is said, as in a partition. ``delay``: all is late.
-    ``corrupt``, ``duplicate``, ``truncate``: that happens to one piece of what passes.
+    ``corrupt``, ``duplicate``, ``truncate``: that happens to one piece of what passes; ``repeat``,
+    ``swap``, ``late`` to one message or a few. `happened` counts them.
     """
 
     def __init__(self) -> None:
@@ -56,6 +62,8 @@ class Proxy:
         self._damage: list[tuple[str, str, random.Random]] = []
         self._watched: list[tuple[str, Callable[[], None]]] = []
         self.corrupted: list[float] = []  # when a bit was flipped
+        self.connections = 0
+        self.happened: collections.Counter[str] = collections.Counter()
         self._over = False
         threading.Thread(target=self._accept, daemon=True, name="campaign-proxy").start()
 
@@ -72,7 +80,7 @@ class Proxy:
         """Begin a fault in one direction: "up" is to the producer."""
         with self._lock:
             pairs = list(self._pairs)
-            if how in DAMAGE:
+            if how in MET:
                 self._damage.append((how, direction, random.Random(seed)))
         if how == "reset":
             for pair in pairs:
@@ -145,6 +153,7 @@ class Proxy:
             sock.settimeout(_TICK)
         with self._lock:
             self._pairs.append(pair)
+            self.connections += 1
         threading.Thread(
             target=self._pump, args=(pair, server, client, "down"), daemon=True
         ).start()
@@ -158,6 +167,7 @@ class Proxy:
                 try:
                     data = source.recv(_PIECE)
                 except TimeoutError:
+                    self._pass_on(target, self._tick(pair, direction))
                     continue
                 self._open.wait()
                 if self._delay:
@@ -166,6 +176,7 @@ class Proxy:
                     target.shutdown(socket.SHUT_WR)
                     break
                 self._see(pair, direction, data)
+                data = self._shuffled(pair, data, direction)
                 self._pass_on(target, self._damaged(data, direction))
         except OSError:
             # One end has gone: the other is told, unless it is not to know.
@@ -190,18 +201,55 @@ class Proxy:
                 if self._over:
                     return
 
+    def _shuffled(self, pair: _Pair, data: bytes, direction: str) -> bytes:
+        at, begun = pair.passed[direction], pair.watch.begun[direction]
+        pair.passed[direction] += len(data)
+        with self._lock:
+            shuffle = pair.shuffles.get(direction)
+            for entry in self._damage:
+                how, where, draw = entry
+                if shuffle or where != direction or how not in SHUFFLES or not begun:
+                    continue
+                if draw.random() > 0.3:
+                    continue
+                shuffle = pair.shuffles[direction] = Shuffle(how)
+                break
+            if shuffle is None:
+                return data
+            data = shuffle.feed(at, data, begun)
+            self._after(pair, shuffle, direction)
+            return data
+
+    def _tick(self, pair: _Pair, direction: str) -> bytes:
+        with self._lock:
+            shuffle = pair.shuffles.get(direction)
+            if shuffle is None:
+                return b""
+            data = shuffle.tick()
+            self._after(pair, shuffle, direction)
+            return data
+
+    def _after(self, pair: _Pair, shuffle: Shuffle, direction: str) -> None:
+        if shuffle.over:
+            del pair.shuffles[direction]
+        if shuffle.happened:
+            self.happened[shuffle.how] += 1
+            happened = (shuffle.how, direction)
+            self._damage = [entry for entry in self._damage if entry[:2] != happened]
+
     def _damaged(self, data: bytes, direction: str) -> bytes:
-        if not self._damage:
+        if not self._damage or not data:
             return data
         with self._lock:
             for entry in self._damage:
                 how, where, draw = entry
-                if where != direction:
+                if where != direction or how not in DAMAGE:
                     continue
                 # Some pieces pass, so that it meets every stage of a conversation.
                 if draw.random() < 0.7:
                     continue
                 self._damage.remove(entry)
+                self.happened[how] += 1
                 at = draw.randrange(len(data))
                 if how == "corrupt":
                     raw = bytearray(data)

@@ -9,7 +9,6 @@ from typing import Any
 from faults.campaign.checks import MEMORY_NOISE
 from faults.campaign.fleet import Fleet
 from faults.campaign.process import Process
-from faults.campaign.proxy import DAMAGE
 from faults.campaign.schedule import HEADS, OfferPlan
 
 PATIENCE = 30.0  # awake seconds of a node in which a fleet has to come to rest
@@ -126,7 +125,7 @@ class Rest:
                 if now[what] > before[what]:
                     self._settle(process, what)
             # A key may have been damaged on its way to who uses it.
-            damaged = any(fleet.outcome.faults[f"link: {how}"] for how in DAMAGE)
+            damaged = any(proxy.happened for proxy in fleet.proxies.values())
             if now["violations"] > before["violations"] and not damaged:
                 fleet.find("error", f"{process.names} asked adapters for what they must refuse")
             grown = now["memory"] - before["memory"]

@@ -27,6 +27,7 @@ MESSAGES = {
 FIRST = (*HANDSHAKE, "HELLO", "LAYOUT")  # what passes when a connection is made
 KINDS = (*HANDSHAKE, *MESSAGES.values(), "WRITE")
 
+_MOST = 1 << 20  # bytes of a frame
 _FRAMES = {  # of the handshake, by whether it is a data stream and by the way
     (False, "up"): ("hello", "proof"),
     (False, "down"): ("reply", "choice"),
@@ -43,9 +44,15 @@ class Watch:
         self._buffers: dict[str, bytearray] = {"up": bytearray(), "down": bytearray()}
         self._skipped = {"up": 0, "down": 0}  # bytes to come that are of no interest
         self._frames = {"up": 0, "down": 0}
+        self._places = {"up": 0, "down": 0}  # of the buffers, in all that passed
+        self.begun: dict[str, list[tuple[int, int]]] = {"up": [], "down": []}
 
     def feed(self, way: str, piece: bytes) -> list[str]:
-        """Return the kinds of the messages that begin in a piece of what passes this way."""
+        """Return the kinds of the messages that begin in a piece of what passes this way.
+
+        `begun` says where in all that passed those of the core begin and end.
+        """
+        self.begun[way] = []
         buffer = self._buffers.get(way)
         if buffer is None:
             return []
@@ -60,7 +67,7 @@ class Watch:
 
     def _next(self, way: str, buffer: bytearray) -> str | None:
         skipped = min(self._skipped[way], len(buffer))
-        del buffer[:skipped]
+        self._drop(way, skipped)
         self._skipped[way] -= skipped
         frames, number = _FRAMES[self._data, way], self._frames[way]
         if number < len(frames):
@@ -71,25 +78,35 @@ class Watch:
             magic, notice, size, _ = struct.unpack_from("<4sIQQ", buffer)
             if magic != b"KVXW":
                 raise ValueError(magic)
-            del buffer[:24]
-            self._skipped[way] = notice + size
+            self._begin(way, 24, notice + size)
             return "WRITE"
         if len(buffer) < 9:
             return None
         (size,) = struct.unpack_from("<I", buffer)
         kind = MESSAGES[buffer[8]]
-        del buffer[:8]
-        self._skipped[way] = size
+        self._begin(way, 8, size)
         return kind
+
+    def _begin(self, way: str, header: int, size: int) -> None:
+        place = self._places[way]
+        self.begun[way].append((place, place + header + size))
+        self._drop(way, header)
+        self._skipped[way] = size
+
+    def _drop(self, way: str, count: int) -> None:
+        del self._buffers[way][:count]
+        self._places[way] += count
 
     def _frame(self, way: str, buffer: bytearray) -> str | None:
         if len(buffer) < 4:
             return None
         (size,) = struct.unpack_from("<I", buffer)
+        if size > _MOST:  # as the first bytes of TLS say
+            raise ValueError(size)
         if len(buffer) < 4 + size:
             return None
         frame = json.loads(buffer[4 : 4 + size])
-        del buffer[: 4 + size]
+        self._drop(way, 4 + size)
         if way == "up" and self._frames[way] == 0:
             self._data = frame["kind"] == "data"
         self._frames[way] += 1
