@@ -27,6 +27,10 @@ from kvtest.caches import Geometry, Paged
 import kvxfer
 from kvxfer import _core
 
+# How a process says that it is short of something. CPython and numpy now and then answer a failed
+# allocation with SystemError, no exception having been set.
+_SHORT = (kvxfer.Error, OSError, MemoryError, SystemError, RuntimeError)
+
 
 class Node:
     """What the driver's commands do. `say` sends an event to it.
@@ -326,7 +330,7 @@ class Node:
                 getattr(self, method)(**args)
             except kvxfer.InvalidError as error:
                 self._say_error(method, error)
-            except (kvxfer.Error, OSError, MemoryError, RuntimeError) as error:
+            except _SHORT as error:
                 self._state.say(
                     {
                         "event": "refused",
@@ -363,7 +367,7 @@ def serve(pipe: Connection, sabotage: str | None) -> None:
             try:
                 if not node.turn(pipe):
                     break
-            except (OSError, MemoryError, kvxfer.ResourceError):
+            except _SHORT:
                 if not node.shortage:
                     raise
                 time.sleep(0.01)  # no descriptor for the selector: the limit is lifted soon
@@ -381,7 +385,7 @@ def _commands_while_limited(node: Node, pipe: Connection) -> None:
         else:
             waiting.append((method, args))
     for method, args in waiting:
-        with contextlib.suppress(kvxfer.Error, OSError, MemoryError):
+        with contextlib.suppress(*_SHORT):
             getattr(node, method)(**args)
 
 
