@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS: dict[str, Measurement] = {
     "write_1MiB": rdma.write_1mib,
     "write_16KiB_list": rdma.write_16kib,
+    "write_16KiB_direct": rdma.write_16kib_direct,
     "fetch_packed_16KiB_runs": rdma.fetch_packed,
 }
 

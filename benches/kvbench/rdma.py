@@ -27,13 +27,16 @@ NOT_THERE = "not installed (Debian: perftest, ucx-utils)"
 
 
 class Writes:
-    """Writes of one size over a link of its own, in another process (native/verbs_writes.cc)."""
+    """Writes of one size over a link of its own, in another process (native/verbs_writes.cc).
 
-    def __init__(self, size: int, window: int) -> None:
-        self.size, self.window = size, window
+    `runs` of them go out together, as the direct path writes, with one notice.
+    """
+
+    def __init__(self, size: int, window: int, runs: int = 1) -> None:
+        self.size, self.window = size * runs, window // runs
         self.link = ""
         self._process = subprocess.Popen(
-            [WRITES, CONSUMER, PRODUCER, str(size), str(window), str(QUEUE_PAIRS)],
+            [WRITES, CONSUMER, PRODUCER, *map(str, (size, self.window, QUEUE_PAIRS, runs))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,11 +128,13 @@ def _beside(
             yield compare(name, rates, "GB/s", label, theirs[label], bar, bytes=nbytes, **extra)
 
 
-def _writes(settings: Settings, name: str, size: int, window: int) -> Iterator[Result]:
+def _writes(
+    settings: Settings, name: str, size: int, window: int, runs: int = 1
+) -> Iterator[Result]:
     nbytes = (32 if settings.quick else 128) * MIB
-    count = nbytes // size
+    count = nbytes // size // runs
     rival = rdma.perftest(size, QUEUE_PAIRS, window // QUEUE_PAIRS, (CONSUMER, PRODUCER), HOST)
-    with Writes(size, window) as writes:
+    with Writes(size, window, runs) as writes:
         writes.check()
         extra = writes.counted(count)
         yield from _beside(
@@ -138,7 +143,7 @@ def _writes(settings: Settings, name: str, size: int, window: int) -> Iterator[R
             lambda: writes.run(count),
             [(rival, "ib_write_bw", ">= 0.9")],
             settings.repetitions,
-            {"under_way": window, "queue_pairs": QUEUE_PAIRS, **extra},
+            {"under_way": window, "queue_pairs": QUEUE_PAIRS, "notices": count, **extra},
         )
         writes.check()
 
@@ -151,6 +156,11 @@ def write_1mib(settings: Settings) -> Iterator[Result]:
 def write_16kib(settings: Settings) -> Iterator[Result]:
     """Writes of 16 KiB, 128 under way and posted in lists, beside ib_write_bw."""
     yield from _writes(settings, "write_16KiB_list", 16 * KIB, 128)
+
+
+def write_16kib_direct(settings: Settings) -> Iterator[Result]:
+    """Runs of 16 KiB, 128 under way, 32 with one notice as the direct path has it."""
+    yield from _writes(settings, "write_16KiB_direct", 16 * KIB, 128, runs=32)
 
 
 def fetch_packed(settings: Settings) -> Iterator[Result]:

@@ -1,9 +1,11 @@
-// verbs_writes CONSUMER_DEVICES PRODUCER_DEVICES SIZE WINDOW QUEUE_PAIRS: writes of the verbs
+// verbs_writes CONSUMER_DEVICES PRODUCER_DEVICES SIZE WINDOW QUEUE_PAIRS RUNS: writes of the verbs
 // transport between the two ends of a link, both in this process.
 //
 // Reads commands, one a line, and answers each with a line of JSON:
-//   run N    N writes of SIZE bytes, WINDOW of them under way, each at a place of its own in the
-//            window: {"seconds": s, "link": "what the producer's end says about itself"}
+//   run N    N writes of RUNS times SIZE bytes, WINDOW of them under way, each at a place of its
+//   own
+//            in the window: {"seconds": s, "link": "what the producer's end says about itself"}.
+//            With more than one run they are written as the direct path does it, with one notice.
 //   check    as `run WINDOW` into cleared memory, which is compared: {"wrong": places that differ}
 
 #include <sys/socket.h>
@@ -21,6 +23,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvxfer/verbs.h"
@@ -88,8 +91,12 @@ std::vector<std::string> split(const std::string& text) {
 class Bench {
  public:
   Bench(const std::string& consumer_devices, const std::string& producer_devices, size_t size,
-        uint64_t window, uint32_t queue_pairs)
-      : size_(size), window_(window), arena_(size * window), source_(size * window) {
+        uint64_t window, uint32_t queue_pairs, size_t runs)
+      : run_bytes_(size),
+        size_(size * runs),
+        window_(window),
+        arena_(size_ * window),
+        source_(size_ * window) {
     uint32_t state = 1;
     for (auto& byte : source_) {
       state = state * 1664525u + 1013904223u;
@@ -116,6 +123,11 @@ class Bench {
     producer_sink_.next = [this] { write_next(); };
     consumer_->start(consumer_sink_);
     producer_->start(producer_sink_);
+    if (runs == 1) return;
+    const std::span<std::byte> arena(arena_), source(source_);
+    to_ = consumer_->register_memory({&arena, 1}, Link::DirectUse::kTarget);
+    from_ = producer_->register_memory({&source, 1}, Link::DirectUse::kSource);
+    remote_ = producer_->remote_memory(to_->keys());
   }
   ~Bench() {
     producer_->close("done");
@@ -154,10 +166,15 @@ class Bench {
       if (id >= end_) return;
     } while (!next_.compare_exchange_weak(id, id + 1));
     const size_t at = id % window_ * size_;
-    producer_->write({source_.data() + at, size_}, at, {}, id);
+    if (!from_) return producer_->write({source_.data() + at, size_}, at, {}, id);
+    std::vector<kvxfer::DirectPiece> pieces;
+    for (size_t i = at; i < at + size_; i += run_bytes_) {
+      pieces.push_back({source_.data() + i, i, run_bytes_});
+    }
+    producer_->write_direct(std::move(pieces), from_, remote_, {}, id);
   }
 
-  const size_t size_;
+  const size_t run_bytes_, size_;
   const uint64_t window_;
   Bytes arena_, source_;
   uint64_t end_ = 0;
@@ -166,18 +183,21 @@ class Bench {
   kvxfer::IoThreads threads_{2};
   std::shared_ptr<kvxfer::VerbsMemory> registered_;
   std::shared_ptr<Link> consumer_, producer_;
+  std::shared_ptr<kvxfer::DirectMemory> from_, to_;
+  std::shared_ptr<kvxfer::RemoteMemory> remote_;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 6) {
-    std::cerr << "usage: verbs_writes CONSUMER_DEVICES PRODUCER_DEVICES SIZE WINDOW QUEUE_PAIRS\n";
+  if (argc != 7) {
+    std::cerr
+        << "usage: verbs_writes CONSUMER_DEVICES PRODUCER_DEVICES SIZE WINDOW QUEUE_PAIRS RUNS\n";
     return 2;
   }
   try {
     Bench bench(argv[1], argv[2], std::stoull(argv[3]), std::stoull(argv[4]),
-                static_cast<uint32_t>(std::stoul(argv[5])));
+                static_cast<uint32_t>(std::stoul(argv[5])), std::stoull(argv[6]));
     for (std::string line; std::getline(std::cin, line);) {
       if (line == "check") {
         std::cout << "{\"wrong\": " << bench.check() << "}" << std::endl;
