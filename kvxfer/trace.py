@@ -222,9 +222,9 @@ def _parser() -> argparse.ArgumentParser:
         "shows each. Times are milliseconds since the first event.",
         status={0: "it was shown, or written"},
         examples=[
-            "kvxfer trace decode.jsonl prefill.jsonl          both sides, in one timeline",
+            "kvxfer trace decode.jsonl prefill.jsonl           both sides, in one timeline",
             "kvxfer trace decode.jsonl --request req-17 --all  one request, every chunk",
-            "kvxfer trace decode.jsonl --chrome out.json       for ui.perfetto.dev",
+            "kvxfer trace decode.jsonl --chrome out.json        for ui.perfetto.dev",
         ],
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace")

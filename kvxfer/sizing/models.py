@@ -156,11 +156,10 @@ def model_of(config: Mapping[str, Any], name: str) -> Model:
     if text.get("kv_lora_rank"):
         return _latent(text, name, dtype, layers)
     heads = _number(text, name, "num_attention_heads", "n_head")
-    kv_heads = int(text.get("num_key_value_heads") or text.get("num_kv_heads") or heads)
-    size = text.get("head_dim")
-    if not size:
-        size = _number(text, name, "hidden_size", "n_embd") // heads
-    planes = (("k", int(size)), ("v", int(text.get("v_head_dim") or size)))
+    kv_heads = _optional(text, name, "num_key_value_heads", "num_kv_heads") or heads
+    size = _optional(text, name, "head_dim")
+    size = size or max(1, _number(text, name, "hidden_size", "n_embd") // heads)
+    planes = (("k", size), ("v", _optional(text, name, "v_head_dim") or size))
     full, windowed, stateful = _kinds(text, layers)
     notes = []
     if stateful:
@@ -180,22 +179,32 @@ def model_of(config: Mapping[str, Any], name: str) -> Model:
 
 def _latent(text: Mapping[str, Any], name: str, dtype: str, layers: int) -> Model:
     """MLA: one latent and one rotary key for all heads. Each rank keeps all of it."""
-    content = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+    content = _optional(text, name, "kv_lora_rank") + _optional(text, name, "qk_rope_head_dim")
     groups = [LayerGroup(layers, (("kv", content),), 1)]
-    if text.get("index_head_dim"):
+    if size := _optional(text, name, "index_head_dim"):
         # Keys of the sparse attention's indexer: 8-bit, with a float32 for each 128.
-        size = int(text["index_head_dim"])
         keys = (("index", size + 4 * -(-size // 128)),)
         groups.append(LayerGroup(layers, keys, 1, element="uint8"))
     return Model(name, dtype, tuple(groups))
 
 
 def _number(text: Mapping[str, Any], name: str, *keys: str) -> int:
-    value = next((text[key] for key in keys if text.get(key)), None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    value = _optional(text, name, *keys)
+    if not value:
         raise InvalidError(
             f"{name}: its config has no {keys[0]}, so the shape of its KV cache is not known"
         )
+    return value
+
+
+def _optional(text: Mapping[str, Any], name: str, *keys: str) -> int:
+    """Return the first of these that there is, or 0."""
+    key = next((key for key in keys if text.get(key)), None)
+    if key is None:
+        return 0
+    value = text[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 32:
+        raise InvalidError(f"{name}: its config's {key} is {value!r:.40}, not a whole number above 0")
     return value
 
 
@@ -213,6 +222,6 @@ def _kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
     if isinstance(pattern, int) and pattern > 0:  # every so many-th layer sees everything
         return layers // pattern, layers - layers // pattern, 0
     if text.get("use_sliding_window") and isinstance(text.get("max_window_layers"), int):
-        full = min(layers, int(text["max_window_layers"]))
+        full = min(layers, max(0, int(text["max_window_layers"])))
         return full, layers - full, 0
     return 0, layers, 0

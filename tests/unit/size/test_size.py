@@ -301,6 +301,23 @@ def test_bad_arguments(arguments, said):
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": [1, 2]},
+        {"head_dim": "x"},
+        {"num_key_value_heads": True},
+        {"num_hidden_layers": 10**12},
+        {"v_head_dim": -1},
+        {"kv_lora_rank": 1.5},
+    ],
+)
+def test_configs_with_something_else_for_a_number(changes):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, **changes}
+    with pytest.raises(InvalidError, match=rf"test: its config's {next(iter(changes))} is "):
+        model_of(config, "test")
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"num_hidden_layers": 2}', '{"text_config": 3}'])
 def test_bad_configs(content, tmp_path):
     path = tmp_path / "config.json"
