@@ -110,13 +110,13 @@ def read_trace(path: Path) -> TraceFile:
         if not isinstance(header, dict) or header.get("kind") != "trace":
             raise TraceError(f"{path}: its first line is not that of a trace of kvxfer")
         if header.get("version") != TRACE_VERSION:
-            raise TraceError(
-                f"{path}: it has version {header.get('version')}, this kvxfer reads {TRACE_VERSION}"
-            )
-        found = TraceFile(header)
+            version = printable(header.get("version"))
+            raise TraceError(f"{path}: it has version {version}, this kvxfer reads {TRACE_VERSION}")
+        time.gmtime(header["unix_nanos"] // 10**9)  # is one
+        found = TraceFile({**header, "agent": str(header["agent"])})
         for number, line in enumerate(lines[1:], 2):  # noqa: B007 - for the message
             found.events.append(_event(header, json.loads(line)))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
         raise TraceError(f"{path}: line {number} is no event of a trace") from None
     return found
 

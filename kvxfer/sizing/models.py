@@ -204,7 +204,9 @@ def _optional(text: Mapping[str, Any], name: str, *keys: str) -> int:
         return 0
     value = text[key]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 32:
-        raise InvalidError(f"{name}: its config's {key} is {value!r:.40}, not a whole number above 0")
+        raise InvalidError(
+            f"{name}: its config's {key} is {value!r:.40}, not a whole number above 0"
+        )
     return value
 
 
