@@ -189,7 +189,8 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         type=listed(one_of(PATHS)),
         default=["auto"],
         metavar="PATHS",
-        help="staged, direct, or auto, which chooses (default auto)",
+        help="staged, direct (into the blocks themselves, over RDMA; where that can't be it is "
+        "staged, and says why), or auto, which chooses (default auto)",
     )
     suggest(path, PATHS)
     how.add_argument(

@@ -139,12 +139,12 @@ def legend(results: Sequence[Result]) -> str:
             1, f"  of limit  share of what the link carries without us: {'; '.join(limits)}"
         )
     lines += [f"  {name:<9} because {why}" for name, why in reasons.items()]
-    paths = {
-        result.report["path"]: result.report["path_why"]
+    paths = [
+        (result.report["path"], result.report["path_why"])
         for result in done
         if result.case.path not in ("auto", result.report["path"])
-    }
-    lines += [f"  {name:<9} because {why}" for name, why in paths.items()]
+    ]
+    lines += [f"  {name:<9} because {why}" for name, why in dict.fromkeys(paths)]
     width = columns(_WIDTH)
     return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * 12) for line in lines)
 

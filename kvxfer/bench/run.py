@@ -168,7 +168,7 @@ class Runner:
             "transport": report.transport,
             "why": report.why,
             "path": report.path,
-            "path_why": getattr(report, "path_why", ""),
+            "path_why": report.path_why,
             "codec": report.codec,
             "codec_why": report.codec_why,
             "link": report.link,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import kvxfer
-from kvxfer.bench.case import BenchError, Case
+from kvxfer.bench.case import Case
 
 
 def agent_settings(case: Case) -> dict[str, Any]:
-    """Return what `kvxfer.Agent` takes; raise BenchError where it can't do that."""
-    settings: dict[str, Any] = {"transport": case.transport}
+    """Return what `kvxfer.Agent` takes on both sides; it refuses what it can't do."""
+    settings: dict[str, Any] = {"transport": case.transport, "path": case.path}
     if case.threads:
         settings["threads"] = case.threads
-    if "path" in {field.name for field in dataclasses.fields(kvxfer.Config)}:
-        settings["path"] = case.path
-    elif case.path == "direct":
-        raise BenchError("path direct: this version has staged transfers only")
     return settings

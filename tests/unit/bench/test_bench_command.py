@@ -69,6 +69,12 @@ def test_what_cannot_be_had_says_why():
     assert shm["why"] is None
 
 
+def test_a_path_that_was_not_taken_says_why():
+    done = bench("local", *SMALL, "--transport", "shm", "--path", "direct", "--no-rivals")
+    assert done.returncode == 0, done.stderr
+    assert "  staged    because " in done.stdout
+
+
 def test_plot(tmp_path):
     target = tmp_path / "chart.svg"
     done = bench("local", *SMALL, "--no-rivals", "--plot", str(target))
