@@ -39,7 +39,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._done: object = None  # the orders that were carried out last
-        self._idle = False  # whether this step computes nothing
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
         else:
@@ -73,7 +72,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.worker.step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._idle = getattr(forward_context, "attn_metadata", True) is None
         orders = self._connector_metadata
         if isinstance(orders, StepOrders) and orders is not self._done:
             self.handle_preemptions(orders)
@@ -90,7 +88,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.step_written()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self.worker.results(idle=self._idle)
+        results = self.worker.results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.loaded,

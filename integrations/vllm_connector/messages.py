@@ -89,6 +89,8 @@ class LoadOrder:
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to all workers, each step."""
 
+    idle: bool = False
+    """Whether the step computes nothing."""
     send: list[SendOrder] = field(default_factory=list)
     hold: list[str] = field(default_factory=list)
     """Requests that have finished and wait for their offers' ends."""

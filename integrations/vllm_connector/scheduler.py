@@ -321,6 +321,7 @@ class Scheduler:
             self._looked = time.monotonic()
             self._watch()
         orders, self._orders = self._orders, StepOrders()
+        orders.idle = not output.total_num_scheduled_tokens
         if orders.load or orders.decline:
             orders.ranks = self._ranks
         return orders

@@ -77,6 +77,7 @@ class Worker:
         self._ends.register(self._agent.fileno(), select.POLLIN)
         self._resting = time.monotonic()
         self._caches: dict[str, LocalCache] = {}
+        self._idle = False  # whether this step computes nothing
         self._ranks: dict[str, Ranks] = {}
         self._loads: dict[str, _Load] = {}
         self._sends: dict[str, _Send] = {}
@@ -107,6 +108,7 @@ class Worker:
 
     def step(self, orders: StepOrders) -> None:
         """Do what the scheduler has ordered. Blocks only for packs of what it withdraws."""
+        self._idle = orders.idle
         if orders.load or orders.hold:
             self._resting = time.monotonic()
         for key, ranks in orders.ranks.items():
@@ -147,12 +149,9 @@ class Worker:
             offer.mark_all_ready()
         self._filling.clear()
 
-    def results(self, *, idle: bool = False) -> Results:
-        """Return what has ended since the last call: each request once.
-
-        `idle` says that this step computed nothing.
-        """
-        self._rest(idle)
+    def results(self) -> Results:
+        """Return what has ended since the last call: each request once."""
+        self._rest()
         for handle in self._agent.poll():
             if isinstance(handle, Fetch):
                 self._fetch_ended(handle)
@@ -168,13 +167,13 @@ class Worker:
     def close(self) -> None:
         self._agent.close()
 
-    def _rest(self, idle: bool) -> None:
+    def _rest(self) -> None:
         """Wait a moment for the next end, where vLLM would look again a millisecond later.
 
         The longer it has been so the longer, as a new request has to wait as well.
         """
         waits = self._by_fetch or any(send.held for send in self._sends.values())
-        if not idle or not waits or self._results.loaded or self._results.sent:
+        if not self._idle or not waits or self._results.loaded or self._results.sent:
             return
         least, most = _REST
         self._ends.poll(1e3 * min(most, max(least, (time.monotonic() - self._resting) / 20)))

@@ -265,3 +265,15 @@ def test_an_engine_that_does_both(engine: Callable[..., Any], pair: Any) -> None
             _, params = pair.prefill(p, tokens)
             pair.decode(d, tokens, params, p)
     pair.settle(one, other)
+
+
+def test_only_steps_without_tokens_may_rest(engine: Callable[..., Any], pair: Any) -> None:
+    """The runners don't tell: behind the forward, one of them has no context of it any more."""
+    d = engine("kv_consumer")
+    idle = []
+    build = d.connector.scheduler.build
+    d.connector.scheduler.build = lambda output: idle.append(build(output)) or idle[-1]
+    d.step()
+    d.add(pair.prompt(3), max_tokens=1)
+    d.step()
+    assert [orders.idle for orders in idle] == [True, False]
