@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvxfer.cache import Cache
 from kvxfer.errors import LayoutError
@@ -20,6 +22,13 @@ from .packing import Packing, probe
 # Rows travel whole within a chunk; the smallest chunks are of this size.
 _MAX_ROW = 64 << 10
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_FNUZ = {"fp8": "float8_e4m3fnuz", "fp8_e4m3": "float8_e4m3fnuz"}  # gfx942's; it has no e5m2
+# What backends on GPUs keep of a token: for each kv head K and then V, or one latent vector.
+_PAIRS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN"}
+_LATENTS = {
+    *("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
+    *("ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,15 @@ class _Geometry:
     heads: int
     block_size: int
     content: int
+    planes: tuple[tuple[str, int], ...]
+    """What the model has in the content of one token and head, with the number of elements."""
     dtype: torch.dtype
     element: str
     backend: str
     isa: str
     window: int | None
     latent: bool
+    on_gpu: bool
 
 
 def describe(
@@ -53,7 +65,7 @@ def describe(
     Raises
     ------
     LayoutError
-        Tensors on a GPU, or of a shape or order that is not known here; names the layer.
+        Tensors of a shape or order that is not known here; names the layer.
     """
     attention = vllm_config.compilation_config.static_forward_context
     found = []
@@ -63,6 +75,11 @@ def describe(
             if layer in tensors:
                 tensor = _blocks(tensors[layer], layer, spec, kv_cache_config.num_blocks)
                 geometry = _geometry(vllm_config, attention.get(layer), tensor, spec)
+                if geometry.on_gpu:
+                    reason = _unknown(geometry, attention.get(layer), spec)
+                    reason = reason or _disorder(tensor, kv_cache_config.kv_cache_layout)
+                    if reason is not None:
+                        raise LayoutError(f"layer {layer!r} on {tensor.device}: {reason}")
                 members.setdefault(geometry, {})[layer] = tensor
         for number, (geometry, layers) in enumerate(members.items()):
             key = f"g{group}" if number == 0 else f"g{group}.{number}"
@@ -73,34 +90,66 @@ def describe(
 
 def _blocks(tensor: torch.Tensor, layer: str, spec: Any, count: int) -> torch.Tensor:
     """Return the tensor's blocks; an allocator may have made more than there are."""
-    if tensor.device.type != "cpu":
+    if tensor.dim() != 4 or tensor.shape[1:3] != (spec.num_heads, spec.block_size):
         raise LayoutError(
-            f"layer {layer!r} has its KV on {tensor.device}: KvxferConnector moves caches in CPU "
-            "memory only so far; use vLLM's CPU build"
-        )
-    if tensor.dim() != 4 or tensor.shape[2] != spec.block_size:
-        raise LayoutError(
-            f"layer {layer!r} has a KV tensor of shape {list(tensor.shape)}: expected [blocks, kv "
-            f"heads, {spec.block_size} tokens, content]; a --block-size that the attention backend "
-            "takes as it is will do"
+            f"layer {layer!r} has a KV tensor of shape {list(tensor.shape)}: expected [blocks, "
+            f"{spec.num_heads} kv heads, {spec.block_size} tokens, content]; a --block-size that "
+            "the attention backend takes as it is will do"
         )
     return tensor[:count]
 
 
 def _geometry(vllm_config: Any, layer: Any, tensor: torch.Tensor, spec: Any) -> _Geometry:
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    quantized = tensor.dtype == torch.uint8
+    on_gpu, latent = tensor.device.type != "cpu", isinstance(spec, MLAAttentionSpec)
+    element = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype == torch.uint8:
+        names = _FNUZ if on_gpu and current_platform.is_fp8_fnuz() else _FP8
+        element = names.get(vllm_config.cache_config.cache_dtype, element)
+    sizes = {"kv": spec.head_size} if latent else {"k": spec.head_size, "v": spec.head_size_v}
     return _Geometry(
         heads=tensor.shape[1],
         block_size=tensor.shape[2],
         content=tensor.shape[3],
+        planes=tuple(sizes.items()),
         dtype=tensor.dtype,
-        element=_FP8.get(cache_dtype, "uint8") if quantized else str(tensor.dtype)[6:],
+        element=element,
         backend="unknown" if layer is None else layer.get_attn_backend().get_name(),
         isa=str(getattr(layer, "isa", "")),
         window=getattr(spec, "sliding_window", None),
-        latent=isinstance(spec, MLAAttentionSpec),
+        latent=latent,
+        on_gpu=on_gpu,
     )
+
+
+def _unknown(geometry: _Geometry, layer: Any, spec: Any) -> str | None:
+    """Say why it is not known what a GPU's blocks hold: shapes alone do not tell."""
+    known = _LATENTS if geometry.latent else _PAIRS
+    if geometry.backend not in known:
+        names = ", ".join(sorted(known))
+        return f"how the attention backend {geometry.backend} keeps KV is not known; {names} are"
+    sizes = [size for _, size in geometry.planes]
+    own = spec.num_head_slots, spec.state_content_bytes
+    if own != (None, None) or sum(sizes) != geometry.content:
+        return (
+            f"{geometry.backend} packs KV in a way of its own (AITER's shuffled blocks, or scales "
+            f"beside the elements): {geometry.heads} x {geometry.content} elements of "
+            f"{geometry.element} a token, where the model has {spec.num_kv_heads} kv heads of "
+            f"{' + '.join(map(str, sizes))}"
+        )
+    if geometry.element == "uint8":
+        return "the bytes of this --kv-cache-dtype are not known; those of fp8 are (e4m3 on gfx942)"
+    if geometry.element.startswith("float8") and layer._k_scale.numel() > 1:  # noqa: SLF001
+        return "its scales of K and V are of single heads; scales of whole layers are known"
+    return None
+
+
+def _disorder(tensor: torch.Tensor, layout: str | None) -> str | None:
+    """Say in what a tensor's strides are not of the layout that vLLM has settled on."""
+    order = KVCacheLayout[layout].layer_view_order if layout is not None else ()
+    strides = [tensor.stride(axis) for axis in order if tensor.shape[axis] > 1]
+    if order and strides == sorted(strides, reverse=True):
+        return None
+    return f"KV tensors with strides {tensor.stride()} do not have the layout {layout}"
 
 
 def _scales(
@@ -162,15 +211,18 @@ def _make(
         )
     heads = _heads(vllm_config, geometry)
     fields = {"window": str(geometry.window or "none")}
-    known: dict[str, Any] = {"axes": "BHNC", "model": model, "first_head": heads[0]}
-    if packing is not None and packing.planes is not None:
+    known: dict[str, Any] = {"model": model, "first_head": heads[0], "dtype": geometry.element}
+    if geometry.on_gpu or (packing is not None and packing.planes is not None):
         unit = 1
         fields["element type"] = geometry.element
-        fields["planes"] = f"k {geometry.content // 2}, v {geometry.content // 2}"
-        views = {name: _planes(tensor, packing) for name, tensor in layers.items()}
+        fields["planes"] = ", ".join(f"{name} {size}" for name, size in geometry.planes)
         if scales is not None:
-            known["scales"] = [scales[name] for name in layers]
-        cache = Cache(views, dtype=geometry.element, **known)
+            known["scales"] = [scales[name][: len(geometry.planes)] for name in layers]
+        if packing is not None:
+            cache = Cache({name: _planes(each, packing) for name, each in layers.items()}, **known)
+        else:
+            names, sizes = zip(*geometry.planes, strict=True)
+            cache = Cache(layers, planes=names, packed=sizes, **known)
     else:
         # Tokens of a block are interleaved: whole blocks are sent as they are.
         unit = geometry.block_size
@@ -184,7 +236,7 @@ def _make(
             fields[f"scales of {name}"] = f"k {k!r}, v {v!r}"
         pieces = _pieces(geometry)
         blocks = {name: _whole(tensor, name, geometry) for name, tensor in layers.items()}
-        cache = Cache(blocks, planes=pieces, packed=True, dtype=geometry.element, **known)
+        cache = Cache(blocks, planes=pieces, packed=True, **known)
     info = CacheInfo(key, group, tuple(layers), heads, unit, geometry.window, fields)
     return LocalCache(info, cache)
 

@@ -65,16 +65,19 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # The first hook of a step. The last step's forward is over, as this is the CPU, so blocks
-        # that were allocated since can be written while this step computes.
+        # The first hook of a step: what is withdrawn here ends before its blocks are overwritten.
         if isinstance(kv_connector_metadata, StepOrders):
             self._done = kv_connector_metadata
             self.worker.step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._connector_metadata
-        if isinstance(orders, StepOrders) and orders is not self._done:
-            self.handle_preemptions(orders)
+        if isinstance(orders, StepOrders):
+            if orders is not self._done:
+                self.handle_preemptions(orders)
+            # Only here has the stream been told of this step's zeroing of blocks, and of all steps
+            # whose requests had the blocks before.
+            self.worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before vLLM schedules their requests: there is nothing to wait for."""
@@ -159,11 +162,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
 
     # --- any process ---
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -57,6 +57,9 @@ class Scheduler:
         self._consumer_only = transfer.kv_role == "kv_consumer"
         self._parallel = vllm_config.parallel_config
         self._settings, self._secret = settings, agent.secret
+        # Where blocks are zeroed before use, one of vLLM's runners does so before it says what is
+        # withdrawn: there only those are offered that stay allocated until the offer ends.
+        self._by_layer = settings.concurrent and not kv_cache_config.needs_kv_cache_zeroing
         self._sizes: list[int] = []  # tokens of a block, by group
         self._windowed = False
         for group in range(len(kv_cache_config.kv_cache_groups)):
@@ -314,7 +317,7 @@ class Scheduler:
             promise = self._promises.get(name)
             if promise is not None and promise.order is not None:
                 self._break(self._promises.pop(name), "the request was preempted")
-        if self._settings.concurrent:
+        if self._by_layer:
             self._keep_promises(output)
         self._renew()
         if time.monotonic() - self._looked > 1:

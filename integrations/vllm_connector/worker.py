@@ -77,7 +77,11 @@ class Worker:
         self._ends.register(self._agent.fileno(), select.POLLIN)
         self._resting = time.monotonic()
         self._caches: dict[str, LocalCache] = {}
+        self._on_gpu = False
+        # Each of a step's micro-batches writes a part of a layer.
+        self._whole_layers = not parallel.use_ubatching
         self._idle = False  # whether this step computes nothing
+        self._to_load: list[LoadOrder] = []
         self._ranks: dict[str, Ranks] = {}
         self._loads: dict[str, _Load] = {}
         self._sends: dict[str, _Send] = {}
@@ -94,6 +98,7 @@ class Worker:
         for local in describe(self._vllm_config, self._kv_cache_config, tensors, model):
             self._agent.register(local.cache)
             self._caches[local.info.key] = local
+            self._on_gpu |= local.cache.on_gpu
             logger.info("%s %s: %r", self._agent.name, local.info.key, local.cache)
         if self._agent.config.transport not in ("shm", "loopback"):
             kvxfer.codec_rates()  # now, and not at the first request
@@ -107,7 +112,10 @@ class Worker:
         )
 
     def step(self, orders: StepOrders) -> None:
-        """Do what the scheduler has ordered. Blocks only for packs of what it withdraws."""
+        """Do what the scheduler has ordered, before anything of the step is computed.
+
+        Blocks only for packs of what it withdraws.
+        """
         self._idle = orders.idle
         if orders.load or orders.hold:
             self._resting = time.monotonic()
@@ -124,8 +132,11 @@ class Worker:
             self._sends.setdefault(request, _Send(request)).held = True
         for request, tickets, reason in orders.withdraw:
             self._withdraw(request, tickets, reason)
-        for load in orders.load:
-            self._load(load)
+        self._to_load += orders.load
+        if not self._on_gpu:
+            # The last step's forward is over, so blocks that were allocated since can be written
+            # while this step computes.
+            self.start_loads()
         for request in orders.cancel:
             if request in self._loads:
                 self._give_up(self._loads[request], ("cancelled", "the request was aborted"))
@@ -137,8 +148,25 @@ class Worker:
             except kvxfer.Error as error:
                 logger.debug("renew: %s", error)
 
+    def start_loads(self) -> None:
+        """Fetch what was ordered.
+
+        On a GPU nothing is written before torch's current stream has got to where it is now: call
+        it behind what may still zero, read or write the blocks.
+        """
+        loads, self._to_load = self._to_load, []
+        for load in loads:
+            self._load(load)
+
     def layer_written(self, layer: str) -> None:
-        """Say that this layer's KV of the running step is in its blocks."""
+        """Say that this layer's KV of the running step is in its blocks.
+
+        On a GPU: that it will be when torch's current stream gets to where it is now.
+        """
+        if not self._filling or not self._whole_layers:
+            return
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # it records what this would wait for, and doesn't do it
         for offer, layers in self._filling.items():
             if layer in layers:
                 offer.mark_ready(layer)

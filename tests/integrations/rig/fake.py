@@ -49,15 +49,16 @@ _numbers = itertools.count()
 torch.set_num_threads(1)  # tiny tensors: handing them to other threads takes longer than they do
 
 
-class _Layer:
+class Layer:
     isa = "vec"
 
-    def __init__(self, scales: tuple[float, float]) -> None:
+    def __init__(self, scales: tuple[float, float], backend: str) -> None:
         self._k_scale_float, self._v_scale_float = scales
+        self._k_scale = torch.tensor(scales[0])
+        self._backend = SimpleNamespace(get_name=lambda: backend)
 
-    @staticmethod
-    def get_attn_backend() -> Any:
-        return SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    def get_attn_backend(self) -> Any:
+        return self._backend
 
 
 def prefill_params(**more: Any) -> dict[str, Any]:
@@ -68,8 +69,10 @@ def prefill_params(**more: Any) -> dict[str, Any]:
     return {**DEAD, **nothing, **more}
 
 
-class _Rank:
+class Rank:
     """A tensor parallel rank of a pipeline stage: its connector and its share of the KV memory."""
+
+    backend = "CPU_ATTN"
 
     def __init__(
         self,
@@ -89,12 +92,16 @@ class _Rank:
         self.kv = {}
         for name in itertools.chain(*(group.layer_names for group in kv_cache.kv_cache_groups)):
             layers = config.compilation_config.static_forward_context
-            layers[name] = _Layer(numbers.scales)
+            layers[name] = Layer(numbers.scales, self.backend)
             # Poison: nobody may use what was never written.
             poison = torch.full(shape, -7.0).to(numbers.held)
-            self.kv[name] = poison.view(numbers.stored)
+            self.kv[name] = self.place(poison.view(numbers.stored), kv_cache.kv_cache_layout)
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
         self.worker.register_kv_caches(self.kv)
+
+    def place(self, kv: torch.Tensor, layout: str | None) -> torch.Tensor:
+        """Return a layer's memory, filled like this."""
+        return kv
 
     def finish(self, finished: set[str]) -> KVConnectorOutput:
         """Call the hooks that come after the forward."""
@@ -137,6 +144,8 @@ class _Rank:
 class Engine:
     """One engine, stepped by hand."""
 
+    rank_type = Rank
+
     def __init__(
         self,
         model: Path,
@@ -154,6 +163,7 @@ class Engine:
         numbers: Numbers = Numbers(),  # noqa: B008 - it is frozen
         lookahead: int = 0,
         engine_id: str | None = None,
+        layout: str | None = None,
         transfer: KVTransferConfig | None = None,
     ) -> None:
         register()
@@ -204,6 +214,7 @@ class Engine:
         kv_cache = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
+            kv_cache_layout=layout,
             kv_cache_groups=[
                 KVCacheGroupSpec(
                     names,
@@ -224,7 +235,7 @@ class Engine:
         self.scheduler.num_lookahead_tokens = lookahead
         self.connector = self.scheduler.connector
         self._kv_cache, self._tp, self._pp = kv_cache, tp, pp
-        self.ranks: list[_Rank] = []
+        self.ranks: list[Rank] = []
         self.start_workers()
         self._aggregator = KVOutputAggregator(tp * pp)
         init_none_hash(sha256)
@@ -243,7 +254,7 @@ class Engine:
                 for group in self._kv_cache.kv_cache_groups
             ]
             kv_cache = dataclasses.replace(self._kv_cache, kv_cache_groups=groups)
-            self.ranks.append(_Rank(self.config, kv_cache, self.numbers, rank, self._tp))
+            self.ranks.append(self.rank_type(self.config, kv_cache, self.numbers, rank, self._tp))
         self.worker, self.kv = self.ranks[0].worker, self.ranks[0].kv
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {
