@@ -52,16 +52,16 @@ uint64_t bytes_of(const CacheLayout& layout) {
   return bytes;
 }
 
-// There is no answer to LAYOUT and MEMORY that could say so: it costs the connection. So there is
-// room for them even where fetches have taken all.
+// There is no answer to LAYOUT that could say so: it costs the connection. So there is room for
+// layouts even where fetches have taken all.
 void check_room(const AgentCore& core, const Peer& peer, uint64_t bytes) {
   const uint64_t most = core.options.peer_bytes;
   if (peer.layout_bytes + bytes > most / 2) {
-    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: its layouts take " +
-                                              limit(most / 2, "half of "));
+    throw Error(StatusCode::kNoResources,
+                "no room for its cache: its layouts and keys take " + limit(most / 2, "half of "));
   }
   if (core.held + bytes > (kPeersTogether + 1) * most) {
-    throw Error(StatusCode::kNoResources, "no room for the layout of its cache: all peers have " +
+    throw Error(StatusCode::kNoResources, "no room for its cache: all peers have " +
                                               limit((kPeersTogether + 1) * most, "9 times "));
   }
 }
@@ -106,6 +106,8 @@ uint64_t bytes_of_plans(const Serve& serve) {
   // The consumer may grant slots for all chunks at once: then their pieces are under way together,
   // here and in the link.
   if (serve.direct) {
+    // Another LAYOUT of the cache takes the keys out of the peer's, but not from this serve.
+    bytes += serve.peer->layouts.at(serve.request.cache_id).key_bytes;
     bytes += serve.direct->target.plan_bytes() + 2 * sizeof(DirectPiece) * serve.direct->pieces;
   }
   return bytes;
@@ -115,21 +117,29 @@ void keep_layout(AgentCore& core, Peer& peer, uint32_t cache_id, CacheLayout lay
   forget_layout(core, peer, cache_id);
   const uint64_t bytes = bytes_of(layout);
   check_room(core, peer, bytes);
-  peer.layouts.emplace(cache_id, KnownLayout{std::move(layout), bytes, nullptr});  // may throw
+  peer.layouts.emplace(cache_id,
+                       KnownLayout{std::move(layout), bytes, 0, nullptr, {}});  // may throw
   count(core, peer, bytes);
   peer.layout_bytes += bytes;
 }
 
 void keep_keys(AgentCore& core, Peer& peer, const wire::Memory& memory) {
   const auto known = peer.layouts.find(memory.cache_id);
-  if (!peer.direct || known == peer.layouts.end() || known->second.memory) {
+  if (!peer.direct || known == peer.layouts.end() || known->second.memory ||
+      !known->second.problem.empty()) {
     throw Error(StatusCode::kProtocol,
                 "MEMORY came twice, of a cache that is not known, or was not agreed on");
   }
   const uint64_t bytes = 2 * memory.keys.size();  // as the link keeps them
-  check_room(core, peer, bytes);
+  try {
+    check_room(core, peer, bytes);
+  } catch (const Error& error) {
+    known->second.problem = "'" + core.options.name + "' cannot keep its keys: " + error.what();
+    return;
+  }
   known->second.memory = peer.link->remote_memory(memory.keys);  // may throw
   known->second.bytes += bytes;
+  known->second.key_bytes = bytes;
   count(core, peer, bytes);
   peer.layout_bytes += bytes;
 }

@@ -199,7 +199,9 @@ struct OrderKey {
 struct KnownLayout {
   CacheLayout layout;
   uint64_t bytes = 0;
+  uint64_t key_bytes = 0;                // of these
   std::shared_ptr<RemoteMemory> memory;  // where it may be written into
+  std::string problem;                   // or why there was no room for its keys
 };
 
 // One connection, in one direction. Kept until the link's on_closed().

@@ -45,7 +45,9 @@ void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
 
 std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, CopyPlan target) {
   Peer& peer = *serve.peer;
-  const auto& to = peer.layouts.at(serve.request.cache_id).memory;
+  const KnownLayout& known = peer.layouts.at(serve.request.cache_id);
+  const auto& to = known.memory;
+  if (!known.problem.empty()) return known.problem;
   if (!to) throw Error(StatusCode::kProtocol, "FETCH_DIRECT without MEMORY");
   if (offer.cache->gpu) {
     return "the producer's cache is in GPU memory, which goes through the host's";

@@ -245,7 +245,7 @@ TEST_CASE("overload: layouts beyond a peer's share cost it the connection, and i
     large.cache_id = id;
     greedy->say(large.encode());
   }
-  CHECK(greedy->reason.find("no room for the layout") != std::string::npos);
+  CHECK(greedy->reason.find("no room for its cache") != std::string::npos);
   CHECK(greedy->reason.find("peer_bytes") != std::string::npos);
   const auto last = greedy->heard().back();
   REQUIRE(wire::type_of(last) == MessageType::kBye);
