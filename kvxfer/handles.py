@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import os
 import time
@@ -192,7 +193,8 @@ class Fetch(_Handle):
     def cancel(self, *, done: bool = False) -> None:
         """End it with CANCELLED, unless it has ended.
 
-        On return nothing writes into the blocks any more, now or later.
+        On return nothing writes into the blocks any more, now or later. A fetch that goes direct
+        waits for its producer to say so, up to `heartbeat_timeout`.
 
         Parameters
         ----------
@@ -240,11 +242,18 @@ class Fetch(_Handle):
 
     async def _finish(self) -> None:
         import asyncio
+        import concurrent.futures
 
         try:
             await self._wait_async()
         except asyncio.CancelledError:
-            self.cancel()  # whoever wanted the blocks has gone: don't write into them any more
+            # Whoever wanted the blocks has gone: don't write into them any more. On the direct path
+            # that may have to wait for the producer, which the loop must not.
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                ending = asyncio.get_running_loop().run_in_executor(thread, self.cancel)
+                while not ending.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.shield(ending)
             raise
         self.wait()
 

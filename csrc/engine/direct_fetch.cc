@@ -1,6 +1,7 @@
 // The consumer's side of the direct path: caches that peers may write into, and the fence behind
 // which they don't any more.
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -9,9 +10,37 @@
 namespace kvxfer {
 namespace {
 
-// A producer that is alive says at once that it has stopped; one that is not is not waited for, but
-// for this share of the heartbeat time-out.
+// A producer that is alive says that it has stopped as soon as its adapter has: who is silent for
+// this share of the heartbeat time-out is not waited for any longer.
 constexpr double kFenceShare = 0.2;
+
+// Ends the connections of those that a fence has waited for long enough: at `last` whoever it is,
+// since an adapter that fails over, or has much to send, takes its time.
+void check_fence_later(AgentCore& core, const std::shared_ptr<FetchState>& fetch, TimePoint last) {
+  const Duration share = to_duration(kFenceShare * core.options.heartbeat_timeout);
+  const Duration silence = std::max(share, to_duration(2 * core.options.heartbeat_interval));
+  const TimePoint next = std::min(Clock::now() + share, last);
+  set_timer(core, fetch->timer, next, [&core, fetch, last, silence] {
+    const TimePoint now = Clock::now();
+    std::set<std::shared_ptr<Peer>> late;
+    for (const SlotInfo& slot : core.slots) {
+      if (slot.fenced != fetch) continue;
+      const auto found = core.peers.find(slot.peer);
+      if (found == core.peers.end()) continue;
+      if (now >= last || now - found->second->last_heard.load() >= silence) {
+        late.insert(found->second);
+      }
+    }
+    if (now < last) check_fence_later(core, fetch, last);
+    for (const auto& peer : late) {
+      drop_peer(
+          core, peer,
+          {StatusCode::kPeerLost, "lost '" + peer->name +
+                                      "': it did not say that it writes no more into the blocks "
+                                      "of a fetch that has ended"});
+    }
+  });
+}
 
 Registered register_cache(Link& link, const Cache& cache) {
   try {
@@ -87,23 +116,7 @@ void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
 }
 
 void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
-  const Duration time = to_duration(kFenceShare * core.options.heartbeat_timeout);
-  set_timer(core, fetch->timer, Clock::now() + time, [&core, fetch] {
-    std::set<std::shared_ptr<Peer>> holding;
-    for (const SlotInfo& slot : core.slots) {
-      if (slot.fenced != fetch) continue;
-      if (const auto found = core.peers.find(slot.peer); found != core.peers.end()) {
-        holding.insert(found->second);
-      }
-    }
-    for (const auto& peer : holding) {
-      drop_peer(
-          core, peer,
-          {StatusCode::kPeerLost, "lost '" + peer->name +
-                                      "': it did not say that it writes no more into the blocks "
-                                      "of a fetch that has ended"});
-    }
-  });
+  check_fence_later(core, fetch, Clock::now() + to_duration(core.options.heartbeat_timeout));
 }
 
 std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache) {

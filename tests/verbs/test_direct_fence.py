@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import threading
@@ -107,6 +108,67 @@ def test_a_producer_that_never_lets_go_loses_its_connection() -> None:
         assert target.poisoned
         decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG).wait(LONG)
         assert target.same_as(source)
+
+
+def test_a_cancelled_await_does_not_stop_the_event_loop() -> None:
+    with pair("verbs", **DIRECT, heartbeat_timeout=4.0) as (prefill, decode):
+        source, target = Paged(SIDE, seed=1), Paged(SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, range(32), TOKENS, consumers=2)
+        decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG).wait(LONG)
+        fake_verbs.hold_sends(True)
+        sent = prefill.stats.bytes_sent
+        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
+        until(lambda: prefill.stats.bytes_sent > sent)
+
+        async def give_up() -> None:
+            task = asyncio.ensure_future(fetch)
+            await asyncio.sleep(0.1)
+            task.cancel()
+            # The loop that cancels is the one that lets the writes go on, which cancel() waits for.
+            asyncio.get_running_loop().call_later(0.1, fake_verbs.hold_sends, False)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert fetch.status is Status.CANCELLED
+
+        asyncio.run(give_up())
+        assert decode.stats.peers == 1  # or it would have been dropped, some seconds later
+
+
+def test_a_fence_during_a_failover_costs_no_other_fetch() -> None:
+    """What went over the rail that died is sent anew before CANCELLED, and that takes its time."""
+    heartbeats = {"heartbeat_timeout": 6.0, "heartbeat_interval": 0.1}
+    with pair("verbs", **DIRECT, **heartbeats) as (prefill, decode):
+        source, target, other = Paged(SIDE, seed=1), Paged(SIDE), Paged(SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        decode.register(other.cache)
+        offer = prefill.offer(source.cache, range(32), TOKENS, consumers=4)
+        for paged in (target, other):
+            warm = decode.fetch(offer.ticket, paged.cache, range(32), timeout=LONG)
+            warm.wait(LONG)
+            assert warm.report.path == "direct"
+            paged.poison()
+        fake_verbs.hold_sends(True)
+        fetches = []
+        for paged in (target, other):
+            sent = prefill.stats.bytes_sent
+            fetches.append(decode.fetch(offer.ticket, paged.cache, range(32), timeout=LONG))
+            until(lambda: prefill.stats.bytes_sent > sent)  # noqa: B023 - called at once
+        fetch, goes_on = fetches
+        fake_verbs.break_queue_pairs(fake_verbs.DEVICES[0])
+        thread = threading.Thread(target=fetch.cancel)
+        thread.start()
+        thread.join(1.5)
+        assert thread.is_alive()
+        fake_verbs.hold_sends(False)
+        thread.join(LONG)
+        assert fetch.done
+        target.poison()
+        goes_on.wait(LONG)
+        assert other.same_as(source)
+        assert target.poisoned
 
 
 def test_a_producer_that_is_lost_in_the_middle() -> None:
