@@ -188,6 +188,9 @@ struct SlotInfo {
 
 class Guard;
 
+// What packing costs is made up for by runs of this many bytes: docs/performance.md.
+constexpr uint64_t kAutoRun = 310u << 10;
+
 struct OrderKey {
   uint32_t remote = 0;
   CacheId local = 0;
@@ -416,6 +419,7 @@ void start_packs(AgentCore& core);
 // part_plan.cc
 void announce(Peer& peer, const Cache& cache);  // LAYOUT, once
 void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots);
+uint64_t blocks_used(const Part& part);
 // This side's plan of what an ACCEPT says. Throws Error(kProtocol) where it is not what was asked
 // for, Error(kMismatch) where the two sides disagree or their elements do not go together.
 ChunkPlan plan_part(const Part& part, const wire::Accept& accept);

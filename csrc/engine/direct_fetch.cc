@@ -14,6 +14,26 @@ namespace {
 // this share of the heartbeat time-out is not waited for any longer.
 constexpr double kFenceShare = 0.2;
 
+// At least: no run spans two groups of blocks whose numbers are not neighbours, or two memories.
+uint64_t fewest_runs(const Part& part) {
+  const Cache& cache = *part.fetch->cache;
+  const auto& blocks = part.fetch->spec.table.blocks;
+  uint64_t groups = 1;
+  for (uint64_t i = 1; i < blocks_used(part); ++i) {
+    groups += blocks[i] != blocks[i - 1] + 1 && blocks[i] + 1 != blocks[i - 1];
+  }
+  std::set<const std::byte*> memories;
+  for (const uint32_t layer : part.spec.layers) {
+    for (uint32_t plane = 0; plane < cache.layout.planes.size(); ++plane) {
+      const auto after = std::upper_bound(
+          cache.memory.begin(), cache.memory.end(), cache.layout.view(layer, plane).data,
+          [](const std::byte* at, const auto& memory) { return at < memory.data(); });
+      memories.insert(std::prev(after)->data());
+    }
+  }
+  return groups * memories.size();
+}
+
 // Ends the connections of those that a fence has waited for long enough: at `last` whoever it is,
 // since an adapter that fails over, or has much to send, takes its time.
 void check_fence_later(AgentCore& core, const std::shared_ptr<FetchState>& fetch, TimePoint last) {
@@ -95,6 +115,9 @@ bool may_go_direct(const AgentCore& core, Part& part) {
     part.path_why = std::string("codec ") + codec_name(spec.codec.codec) + " needs staging";
   } else if (spec.table.blocks.size() > wire::kMaxBlocks) {
     part.path_why = "more than " + std::to_string(wire::kMaxBlocks) + " blocks";
+  } else if (core.options.path == Path::kAuto && part.memory_bytes / kAutoRun < fewest_runs(part)) {
+    part.path_why = "runs of less than " + std::to_string(kAutoRun >> 10) +
+                    " KiB on average: packing is faster";
   } else {
     return true;
   }

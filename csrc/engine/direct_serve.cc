@@ -8,11 +8,9 @@
 namespace kvxfer {
 namespace {
 
-// What packing costs is made up for by runs of this many bytes: docs/performance.md.
-constexpr uint64_t kAutoRun = 310u << 10;
 // Below this a work request takes more memory than what it moves.
 constexpr uint64_t kLeastRun = 16;
-constexpr uint64_t kMostPieces = 1u << 20;  // of a fetch: counting them holds up everything else
+constexpr uint64_t kMostPieces = 1u << 16;  // of a fetch: counting them holds up everything else
 
 Registered register_cache(const AgentCore& core, Link& link, const Cache& cache) {
   try {

@@ -112,13 +112,13 @@ PanelFormat checked_format(const Part& part, const wire::Accept& accept) {
   return format;
 }
 
+}  // namespace
+
 uint64_t blocks_used(const Part& part) {
   const FetchSpec& spec = part.fetch->spec;
   const uint32_t block_size = part.fetch->cache->layout.block_size;
   return (uint64_t{spec.table.first_slot} + spec.num_tokens + block_size - 1) / block_size;
 }
-
-}  // namespace
 
 void announce(Peer& peer, const Cache& cache) {
   if (!peer.announced.insert(cache.id).second) return;
