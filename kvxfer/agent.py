@@ -162,14 +162,23 @@ class Agent:
     def unregister(self, cache: Cache) -> None:
         """Forget a cache, so that its memory may be freed.
 
+        On return it is registered with no adapter any more, which may take seconds where peers use
+        the direct path.
+
         Raises
         ------
         InvalidError
             Offers or fetches still use it, or it is not registered.
         """
         with self._lock:
-            self._core.unregister_cache(self._cache_id(cache))
+            cache_id = self._cache_id(cache)
             del self._caches[cache]
+        try:
+            self._core.unregister_cache(cache_id)
+        except BaseException:
+            with self._lock:
+                self._caches[cache] = cache_id
+            raise
 
     def offer(
         self,
@@ -508,7 +517,8 @@ class Agent:
     def close(self) -> None:
         """End everything with CLOSED, tell the peers, join the threads. About a second at worst.
 
-        On return no memory of any cache is read or written any more.
+        After direct fetches three, and the time that the system needs to unpin the caches. On
+        return no memory of any cache is read or written any more.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:

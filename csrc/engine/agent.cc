@@ -60,6 +60,9 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   Guard guard(core);
   core.check_open();
   if (on_gpu && !core.gpu_pool) core.gpu_pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu");
+  if (!on_gpu && !core.registrar && core.options.path != Path::kStaged) {
+    core.registrar = std::make_shared<ThreadPool>(1, "kvx-pin");
+  }
   for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;
   cache->layout = layout;
   cache->memory = extents(layout);
@@ -71,23 +74,30 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
 void Agent::unregister_cache(CacheId id) {
   AgentCore& core = *core_;
   core.check_fork();
-  std::vector<Registered> unused;  // first: goes when the mutex is free again
   Guard guard(core);
-  const auto found = core.caches.find(id);
-  if (found == core.caches.end())
-    throw Error(StatusCode::kInvalid, "the cache is not registered with this agent");
-  if (found->second->users > 0) {
-    throw Error(StatusCode::kInvalid,
-                "the cache is in use by " + std::to_string(found->second->users) +
-                    " offers and fetches: release or cancel them, wait until they have ended, "
-                    "then unregister it");
-  }
-  core.caches.erase(found);
-  // The id is used again: then it is announced anew.
-  for (const auto& [peer_id, peer] : core.peers) {
-    peer->announced.erase(id);
-    for (Registered& entry : take_registered(*peer, id)) unused.push_back(std::move(entry));
-    std::erase_if(peer->orders, [&](const auto& entry) { return entry.first.local == id; });
+  while (true) {
+    const auto found = core.caches.find(id);
+    if (found == core.caches.end())
+      throw Error(StatusCode::kInvalid, "the cache is not registered with this agent");
+    const std::shared_ptr<Cache> cache = found->second;
+    if (cache->users > 0) {
+      throw Error(StatusCode::kInvalid,
+                  "the cache is in use by " + std::to_string(cache->users) +
+                      " offers and fetches: release or cancel them, wait until they have ended, "
+                      "then unregister it");
+    }
+    // The id is used again: then it is announced anew.
+    for (const auto& [peer_id, peer] : core.peers) {
+      peer->announced.erase(id);
+      take_registered(*peer, id);
+      std::erase_if(peer->orders, [&](const auto& entry) { return entry.first.local == id; });
+    }
+    if (cache->pinned == 0) {
+      core.caches.erase(found);
+      return;
+    }
+    // Meanwhile it may be used anew, or be unregistered by another thread.
+    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(100));
   }
 }
 
@@ -188,11 +198,15 @@ void Agent::close() {
       if (!peer->link) core.peers.erase(id);
     }
     // A peer that is stopped never lets go; it is not waited for longer than this. Adapters do.
-    const bool direct = std::any_of(core.peers.begin(), core.peers.end(), [](const auto& entry) {
-      return !entry.second->targets.empty() || !entry.second->sources.empty();
-    });
-    core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(direct ? 3000 : 500),
-                                [&] { return core.peers.empty(); });
+    const auto wait = [&](int milliseconds, bool direct_only) {
+      core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(milliseconds), [&] {
+        return std::none_of(core.peers.begin(), core.peers.end(), [&](const auto& entry) {
+          return !direct_only || !entry.second->targets.empty() || !entry.second->sources.empty();
+        });
+      });
+    };
+    wait(500, false);
+    wait(2500, true);
     clear_timer(core, core.heartbeat);
   }
   core.gpu_gate.stop();
@@ -201,6 +215,7 @@ void Agent::close() {
   if (core.gpu_pool) core.gpu_pool->stop();
   core.io->control()->set_tick(nullptr);
   core.io->stop();
+  if (core.registrar) core.registrar->stop();
   Guard guard(core);
   // Without these, adapters that have not let go reach no cache of ours.
   for (const auto& [id, peer] : core.peers) take_registered(*peer, std::nullopt);
@@ -210,7 +225,15 @@ void Agent::close() {
   core.peers.clear();
   core.hungry.clear();
   core.serve_queue.clear();
-  core.writing.clear();
+  // Of links whose loops have stopped before they could say so. What an adapter may yet send of
+  // these blocks stays registered until then, and is of no offer any more.
+  for (const auto& [token, write] : std::exchange(core.writing, {})) {
+    if (!write.staging_slot) {
+      --write.serve->offer->reading;
+      release_if_unread(core, *write.serve->offer);
+    }
+    land_flight(core, write.serve);
+  }
   core.staging.reset();
   core.arena.reset();
   core.slots.clear();

@@ -51,6 +51,7 @@ struct Cache {
   std::unordered_map<std::string, uint32_t> layer_index;
   std::vector<std::span<std::byte>> memory;  // that it lies in
   uint32_t users = 0;                        // offers and fetches
+  std::atomic<uint32_t> pinned = 0;          // registrations, also those under way either way
   std::optional<GpuPlace> place;             // on a GPU, if at all; then with its device
   std::shared_ptr<GpuDevice> gpu;
 
@@ -312,10 +313,11 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   FairQueue<Peer*, std::shared_ptr<Part>> hungry;  // want a slot
 
   const std::unique_ptr<ThreadPool> pool;
-  GpuDevices gpus;                       // needs no mutex
-  std::unique_ptr<ThreadPool> gpu_pool;  // waits for GPUs; made with the first cache on one
-  GpuGate gpu_gate;                      // needs no mutex
-  const std::unique_ptr<IoThreads> io;   // its control loop is the progress thread
+  GpuDevices gpus;                        // needs no mutex
+  std::unique_ptr<ThreadPool> gpu_pool;   // waits for GPUs; made with the first cache on one
+  GpuGate gpu_gate;                       // needs no mutex
+  std::shared_ptr<ThreadPool> registrar;  // pins and unpins caches; made with the first cache
+  const std::unique_ptr<IoThreads> io;    // its control loop is the progress thread
 
   void check_open() const;  // throws Error(kClosed) after close(); needs the mutex
   void check_fork() const;  // throws Error(kClosed) in a forked child
@@ -431,7 +433,15 @@ bool may_go_direct(const AgentCore& core, Part& part);
 void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
 // Ends the connections that a fetch that has ended waits for, if they don't let go of its blocks.
 void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
-// Memory that links have registered for a cache, or all: to be let go of without the mutex.
+
+// pinning.cc
+// Registers a cache with the peer's link on the registrar, and calls `then` there, without the
+// mutex. unregister_cache() waits for it. False: the agent is closing.
+bool pin_cache(AgentCore& core, const std::shared_ptr<Cache>& cache,
+               const std::shared_ptr<Peer>& peer, Link::DirectUse use,
+               std::function<void(Registered)> then);
+// What the peer's link has registered, of one cache or all. Dropped anywhere, also with the mutex
+// held, it is unpinned on the registrar, or in place once that has stopped.
 std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache);
 
 // fetches.cc

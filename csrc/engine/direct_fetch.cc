@@ -62,31 +62,21 @@ void check_fence_later(AgentCore& core, const std::shared_ptr<FetchState>& fetch
   });
 }
 
-Registered register_cache(Link& link, const Cache& cache) {
-  try {
-    Registered made;
-    made.memory = link.register_memory(cache.memory, Link::DirectUse::kTarget);
-    const size_t bytes = made.memory->keys().size();
-    if (bytes <= wire::kMaxKeys) return made;
-    return {nullptr, "the cache's keys would take " + std::to_string(bytes) + " bytes"};
-  } catch (const std::exception& error) {
-    return {nullptr, std::string("the cache cannot be registered: ") + error.what()};
+// Runs on the registrar, without the mutex.
+void start_waiting(AgentCore& core, Peer& peer, const std::shared_ptr<Cache>& cache,
+                   Registered made) {
+  if (!made.memory) {
+    made.problem = "the cache cannot be registered: " + made.problem;
+  } else if (const size_t bytes = made.memory->keys().size(); bytes > wire::kMaxKeys) {
+    made = {nullptr, "the cache's keys would take " + std::to_string(bytes) + " bytes"};
   }
-}
-
-// Runs on the pool, without the mutex: registering pins the memory. `fetch` keeps the cache in use.
-void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
-                 const std::shared_ptr<FetchState>& fetch) {
-  const std::shared_ptr<Cache> cache = fetch->cache;
-  Registered made = register_cache(*peer->link, *cache);
-  Registered unused;  // before the mutex: goes when it is free again
   Guard guard(core);
-  --fetch->unpacking;
-  const auto entry = peer->targets.find(cache->id);
-  (entry == peer->targets.end() ? unused : entry->second) = std::move(made);
+  if (const auto entry = peer.targets.find(cache->id); entry != peer.targets.end()) {
+    entry->second = std::move(made);
+  }
   // Where the peer was lost meanwhile, there are none: they have failed with it.
   std::vector<std::shared_ptr<Part>> waiting;
-  std::erase_if(peer->pending, [&](const auto& part) {
+  std::erase_if(peer.pending, [&](const auto& part) {
     if (!part->asks_direct || part->fetch->cache != cache) return false;
     waiting.push_back(part);
     return true;
@@ -94,7 +84,6 @@ void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
   for (const auto& part : waiting) {
     if (!part->fetch->ending) start_part(core, part);
   }
-  complete(core, fetch);
   grant_slots(core);
 }
 
@@ -130,28 +119,19 @@ void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
   send_renew(*part);
   // Meanwhile it fails with the peer, as one does that waits for HELLO.
   peer->pending.push_back(part);
-  if (!peer->targets.try_emplace(fetch->cache->id).second) return;  // is under way
-  ++fetch->unpacking;
-  if (core.pool->submit([&core, peer, fetch] { do_register(core, peer, fetch); })) return;
-  --fetch->unpacking;
-  peer->targets.erase(fetch->cache->id);
+  const auto& cache = fetch->cache;
+  if (!peer->targets.try_emplace(cache->id).second) return;  // is under way
+  if (pin_cache(core, cache, peer, Link::DirectUse::kTarget, [&core, peer, cache](Registered made) {
+        start_waiting(core, *peer, cache, std::move(made));
+      })) {
+    return;
+  }
+  peer->targets.erase(cache->id);
   fail_fetch(core, fetch, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
 }
 
 void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   check_fence_later(core, fetch, Clock::now() + to_duration(core.options.heartbeat_timeout));
-}
-
-std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache) {
-  std::vector<Registered> taken;
-  for (auto* all : {&peer.targets, &peer.sources}) {
-    std::erase_if(*all, [&](auto& entry) {
-      if (cache && entry.first != *cache) return false;
-      taken.push_back(std::move(entry.second));
-      return true;
-    });
-  }
-  return taken;
 }
 
 }  // namespace kvxfer

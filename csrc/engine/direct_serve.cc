@@ -12,29 +12,21 @@ namespace {
 constexpr uint64_t kLeastRun = 16;
 constexpr uint64_t kMostPieces = 1u << 16;  // of a fetch: counting them holds up everything else
 
-Registered register_cache(const AgentCore& core, Link& link, const Cache& cache) {
-  try {
-    Registered made;
-    made.memory = link.register_memory(cache.memory, Link::DirectUse::kSource);
-    return made;
-  } catch (const std::exception& error) {
-    return {nullptr,
-            "'" + core.options.name + "' cannot register its cache: " + std::string(error.what())};
+// Runs on the registrar, without the mutex.
+void serve_waiting(AgentCore& core, Peer& peer, CacheId cache, Registered made) {
+  if (!made.memory) {
+    made.problem = "'" + core.options.name + "' cannot register its cache: " + made.problem;
   }
-}
-
-// Runs on the pool, without the mutex: registering pins the memory. `offer` keeps it in use.
-void do_register(AgentCore& core, const std::shared_ptr<Peer>& peer,
-                 const std::shared_ptr<OfferState>& offer) {
-  Registered made = register_cache(core, *peer->link, *offer->cache);
-  Registered unused;  // before the mutex: goes when it is free again
-  Guard guard(core);
-  const auto entry = peer->sources.find(offer->cache->id);
-  (entry == peer->sources.end() ? unused : entry->second) = std::move(made);
-  --offer->reading;
-  release_if_unread(core, *offer);
-  const auto serves = peer->serves;
-  for (const auto& [id, serve] : serves) {
+  std::map<uint64_t, std::shared_ptr<Serve>> serves;
+  {
+    Guard guard(core);
+    if (const auto entry = peer.sources.find(cache); entry != peer.sources.end()) {
+      entry->second = std::move(made);
+    }
+    serves = peer.serves;
+  }
+  for (const auto& [id, serve] : serves) {  // counting its runs takes a while: others get turns
+    Guard guard(core);
     if (std::exchange(serve->registering, false) && !serve->ended) find_offer(core, serve);
   }
 }
@@ -73,11 +65,15 @@ void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
   serve->plan.reset();  // is made again then, and counted
   serve->registering = true;
   const auto& peer = serve->peer;
-  if (!peer->sources.try_emplace(offer->cache->id).second) return;  // is under way
-  ++offer->reading;
-  if (core.pool->submit([&core, peer, offer] { do_register(core, peer, offer); })) return;
-  --offer->reading;
-  peer->sources.erase(offer->cache->id);
+  const auto& cache = offer->cache;
+  if (!peer->sources.try_emplace(cache->id).second) return;  // is under way
+  if (pin_cache(core, cache, peer, Link::DirectUse::kSource,
+                [&core, peer, id = cache->id](Registered made) {
+                  serve_waiting(core, *peer, id, std::move(made));
+                })) {
+    return;
+  }
+  peer->sources.erase(cache->id);
   refuse(core, serve, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
 }
 

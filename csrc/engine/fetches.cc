@@ -200,7 +200,7 @@ void Fetch::cancel(bool for_good) {
   Guard guard(core);
   if (!state_->done) {
     fail_fetch(core, state_, {StatusCode::kCancelled, what_of(*state_) + " was cancelled"});
-    // Only copies of single chunks are waited for, never a peer.
+    // Copies of single chunks are waited for and, on the direct path, the fence, which has a limit.
     state_->changed.wait(guard.lock(), [&] { return state_->done; });
   }
   if (for_good) give_up(core, *state_);

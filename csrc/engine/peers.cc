@@ -160,11 +160,10 @@ void Peer::on_message(Link&, std::span<const std::byte> message) {
 }
 
 void Peer::on_closed(Link&, const std::string& reason) {
-  std::vector<Registered> unused;  // first: goes when the mutex is free again
   Guard guard(*core);
   const auto self = shared_from_this();
   drop_peer(*core, self, {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
-  unused = take_registered(*this, std::nullopt);
+  take_registered(*this, std::nullopt);  // its queue pairs are gone, and nobody reaches it
   free_slots_of(*core, id);
   while (!layouts.empty()) forget_layout(*core, *this, layouts.begin()->first);
   core->peers.erase(id);

@@ -34,6 +34,7 @@ void finish_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->last_word) serve->peer->link->send(*serve->last_word);
   serve->peer->serves.erase(serve->request.fetch_id);
   let_go(core, *serve);
+  serve->direct.reset();  // AgentCore::serve_queue may keep the serve
   if (serve->offer) {
     serve->offer->serves.erase(serve);
     release_if_unread(core, *serve->offer);

@@ -1,7 +1,9 @@
 // The direct path of an agent whose peer says whatever a test wants: when blocks are given back,
 // and what a peer that asks for it may say and make the agent keep.
 
+#include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -30,6 +32,27 @@ bool eventually(const Condition& condition) {
   return condition();
 }
 
+// Something that takes as long as a test wants, at most some seconds.
+class Gate {
+ public:
+  void open() {
+    if (!std::exchange(opened_, true)) promise_.set_value();
+  }
+  // In whichever thread it is that this takes the time of.
+  void pass() {
+    thread = std::this_thread::get_id();
+    waiting = true;
+    future_.wait_for(std::chrono::seconds(20));
+  }
+  std::atomic<bool> waiting = false;
+  std::thread::id thread;
+
+ private:
+  bool opened_ = false;
+  std::promise<void> promise_;
+  std::shared_future<void> future_ = promise_.get_future().share();
+};
+
 // An agent with a peer behind a link that could go direct.
 struct Side {
   explicit Side(bool inbound, Path path = Path::kDirect, double heartbeat_timeout = 1e6)
@@ -42,6 +65,7 @@ struct Side {
     options.heartbeat_interval = 0.2;
     options.heartbeat_timeout = heartbeat_timeout;
     options.digest = false;
+    options.threads = 1;
     options.path = path;
     agent = std::make_unique<Agent>(options);
     layout.num_blocks = 16;
@@ -127,7 +151,9 @@ struct Consumer : Side {
 };
 
 struct Producer : Side {
-  Producer() : Side(/*inbound=*/true) {
+  Producer() : Side(/*inbound=*/true) { announce(*link); }
+
+  static void announce(FakeLink& from) {
     wire::Layout message;
     message.cache_id = 1;
     message.element = static_cast<uint8_t>(ElementType::kBFloat16);
@@ -137,7 +163,7 @@ struct Producer : Side {
     message.layers = {"a"};
     message.planes = {{"k", 64}};
     message.views = {{0, 16 * 8 * 128, 16 * 128, 128, 2}};
-    link->say(message.encode());
+    from.say(message.encode());
   }
 
   Offer offer(double lease = 60) {
@@ -216,16 +242,127 @@ TEST_SUITE("direct path of an agent") {
     CHECK(side.agent->stats().free_slots == kSlots);
   }
 
+  TEST_CASE("a registration that takes long holds up no fetch's end, but the cache's") {
+    Gate gate;
+    Consumer side;
+    side.link->on_register = [&] { gate.pass(); };
+    Fetch late = side.fetch(/*timeout=*/0.05);
+    Fetch cancelled = side.fetch();
+    REQUIRE(eventually([&] { return gate.waiting.load(); }));
+    CHECK(late.wait(10));
+    CHECK(late.status().code == StatusCode::kTimeout);
+    cancelled.cancel();
+    CHECK(cancelled.done());
+    std::atomic<bool> unregistered = false;
+    std::thread owner([&] {
+      side.agent->unregister_cache(side.cache);
+      unregistered = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(!unregistered);
+    gate.open();
+    owner.join();
+    CHECK(side.heard(MessageType::kFetchDirect).empty());
+  }
+
+  TEST_CASE("what a lost peer could write into is unpinned elsewhere, and before unregister ends") {
+    for (const bool inbound : {false, true}) {
+      CAPTURE(inbound);
+      Gate gate;
+      std::unique_ptr<Side> side;
+      std::optional<Offer> offer;
+      if (inbound) {
+        auto producer = std::make_unique<Producer>();
+        producer->link->on_drop = [&] { gate.pass(); };
+        offer = producer->offer();
+        producer->open();
+        producer->link->say(Producer::request(1).encode());
+        REQUIRE(
+            eventually([&] { return producer->heard(MessageType::kAcceptDirect).size() == 1; }));
+        offer->release();
+        side = std::move(producer);
+      } else {
+        auto consumer = std::make_unique<Consumer>();
+        consumer->link->on_drop = [&] { gate.pass(); };
+        Fetch fetch = consumer->fetch();
+        REQUIRE(eventually([&] { return consumer->heard(MessageType::kFetchDirect).size() == 1; }));
+        fetch.cancel();
+        side = std::move(consumer);
+      }
+      side->end();  // as on the control loop: it comes back, and the mutex is free
+      REQUIRE(eventually([&] { return gate.waiting.load(); }));
+      CHECK(gate.thread != std::this_thread::get_id());
+      CHECK(side->agent->stats().peers == 0);
+      std::atomic<bool> unregistered = false;
+      std::thread owner([&] {
+        side->agent->unregister_cache(side->cache);
+        unregistered = true;
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      CHECK(!unregistered);
+      gate.open();
+      owner.join();
+    }
+  }
+
+  TEST_CASE("a producer that registers goes on packing, and may release") {
+    Gate gate;
+    Producer side;
+    side.link->on_register = [&] { gate.pass(); };
+    Offer offer = side.offer();
+    side.open();
+    side.link->say(Producer::request(1).encode());
+    REQUIRE(eventually([&] { return gate.waiting.load(); }));
+    const auto other = std::make_shared<FakeLink>(/*one_sided=*/true);
+    const PeerId peer = side.agent->add_peer("other");
+    side.agent->attach(peer, other, 8, /*inbound=*/true, "test");
+    other->say(wire::Hello{wire::kProtocolVersion, 8, "other", kSlot, 31}.encode());
+    Producer::announce(*other);
+    wire::Fetch fetch = Producer::request(2).fetch;
+    fetch.slots = {0, 1, 2, 3, 4, 5, 6, 7};
+    other->say(fetch.encode());
+    CHECK(eventually([&] { return side.agent->stats().bytes_sent == 32 * 8 * 128; }));
+    offer.release();
+    CHECK(eventually([&] { return offer.released(); }));
+    CHECK(side.heard(MessageType::kAcceptDirect).empty());
+    gate.open();
+    CHECK(eventually([&] { return side.heard(MessageType::kRefused).size() == 1; }));
+    other->end();
+  }
+
+  TEST_CASE("close() releases what an adapter never said that it has read") {
+    Producer side;
+    side.link->writes_take_long = true;
+    Offer offer = side.offer();
+    side.open();
+    side.link->say(Producer::request(1).encode());
+    REQUIRE(eventually([&] { return side.heard(MessageType::kAcceptDirect).size() == 1; }));
+    side.link->say(wire::Credit{1, {0}}.encode());
+    REQUIRE(eventually([&] { return side.link->under_way != 0; }));
+    side.agent->close();
+    CHECK(offer.released());
+    side.ended = true;  // its link never does
+  }
+
   TEST_CASE("who never lets go loses its connection, and the fetch waits for its end") {
-    Consumer side(Path::kDirect, /*heartbeat_timeout=*/0.5);
-    Fetch fetch = side.fetch(/*timeout=*/0.05);
-    side.accept();
-    REQUIRE(eventually([&] { return fetch.status().code == StatusCode::kTimeout; }));
-    REQUIRE(eventually([&] { return side.link->closed(); }));
-    CHECK(side.link->reason.find("writes no more into the blocks") != std::string::npos);
-    CHECK(!fetch.done());  // its link is closing: queue pairs are there yet
-    side.end();
-    CHECK(fetch.done());
+    for (const bool silent : {true, false}) {
+      CAPTURE(silent);
+      Consumer side(Path::kDirect, /*heartbeat_timeout=*/1);
+      const auto began = std::chrono::steady_clock::now();
+      Fetch fetch = side.fetch(/*timeout=*/0.2);
+      side.accept();
+      REQUIRE(eventually([&] {
+        if (!silent) side.link->say(wire::encode_ping());
+        return side.link->closed();
+      }));
+      CHECK(fetch.status().code == StatusCode::kTimeout);
+      CHECK(side.link->reason.find("writes no more into the blocks") != std::string::npos);
+      // Its adapter may be failing over: others have fetches on this connection, too.
+      if (!silent) CHECK(std::chrono::steady_clock::now() - began > std::chrono::seconds(1));
+      CHECK(!fetch.done());  // its link is closing: queue pairs are there yet
+      side.end();
+      CHECK(fetch.done());
+    }
   }
 
   TEST_CASE("an answer to what was not asked, or in another way, ends the link") {
@@ -332,14 +469,47 @@ TEST_SUITE("direct path of an agent") {
       side.open();
       CHECK(side.link->closed());
     }
-    SUBCASE("more keys than a peer may have kept, which its end lets go of") {
-      Producer side;
-      side.open(300u << 10);
-      CHECK(side.link->closed());
-      CHECK(side.link->reason.find("peer_bytes") != std::string::npos);
-      side.end();
-      CHECK(side.agent->stats().held_bytes == 0);
+  }
+
+  TEST_CASE("more keys than a peer may have kept, whose fetches are staged") {
+    Producer side;
+    Offer offer = side.offer();
+    const uint64_t before = side.agent->stats().held_bytes;
+    side.open(300u << 10);
+    CHECK(!side.link->closed());
+    CHECK(side.agent->stats().held_bytes == before);
+    side.link->say(Producer::request(1).encode());
+    REQUIRE(eventually([&] { return side.heard(MessageType::kAcceptDirect).size() == 1; }));
+    const auto answer = wire::AcceptDirect::decode(side.heard(MessageType::kAcceptDirect)[0]);
+    CHECK(answer.direct == 0);
+    CHECK(answer.path_why.find("peer_bytes") != std::string::npos);
+    CHECK(side.link->registrations == 0);
+    side.open();
+    CHECK(side.link->closed());  // MEMORY twice
+  }
+
+  TEST_CASE("keys that a fetch keeps count, whatever becomes of their layout") {
+    Producer side;
+    Offer offer = side.offer();
+    for (uint64_t id = 1; id <= 8; ++id) {
+      Producer::announce(*side.link);
+      side.open(100u << 10);
+      side.link->say(Producer::request(id).encode());
+      REQUIRE(eventually([&] {
+        return side.heard(MessageType::kAcceptDirect).size() +
+                   side.heard(MessageType::kRefused).size() ==
+               id;
+      }));
+      CHECK(side.agent->stats().held_bytes <= 1u << 20);
     }
+    const size_t accepted = side.heard(MessageType::kAcceptDirect).size();
+    CHECK(accepted >= 1);
+    CHECK(accepted <= 5);  // each has 200 KiB of keys, twice as many as they say
+    const auto refused = side.heard(MessageType::kRefused);
+    REQUIRE(!refused.empty());
+    CHECK(wire::Refused::decode(refused[0]).code == StatusCode::kBusy);
+    side.end();
+    CHECK(side.agent->stats().held_bytes == 0);
   }
 
   TEST_CASE("keys count while their layout is known") {

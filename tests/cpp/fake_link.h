@@ -42,7 +42,10 @@ class FakeLink : public Link {
   std::shared_ptr<DirectMemory> register_memory(std::span<const std::span<std::byte>>,
                                                 DirectUse) override {
     ++registrations;
-    return std::make_shared<Memory>();
+    if (on_register) on_register();
+    auto memory = std::make_shared<Memory>();
+    memory->on_drop = on_drop;
+    return memory;
   }
   std::shared_ptr<RemoteMemory> remote_memory(std::span<const std::byte>) override {
     return std::make_shared<RemoteMemory>();
@@ -85,7 +88,11 @@ class FakeLink : public Link {
   }
 
   struct Memory : DirectMemory {
+    ~Memory() override {
+      if (on_drop) on_drop();
+    }
     std::vector<std::byte> keys() const override { return {std::byte{7}}; }
+    std::function<void()> on_drop;
   };
 
   bool allows_direct = false;
@@ -94,6 +101,7 @@ class FakeLink : public Link {
   bool writes_take_long = false;        // until end_write()
   std::atomic<uint64_t> under_way = 0;  // the token of such a write
   std::function<void(const wire::Bytes&)> on_send;
+  std::function<void()> on_register, on_drop;  // of memory, in the thread that does it
   std::vector<wire::Bytes> sent;
   std::string reason;  // why the agent closed it
 

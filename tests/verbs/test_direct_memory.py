@@ -85,8 +85,8 @@ def test_leases_are_kept_up_while_memory_is_registered(who: str) -> None:
         assert target.same_as(sources[1])
 
 
-def test_a_cancel_waits_for_the_registration() -> None:
-    """The cache's memory may be freed as soon as nothing is fetched into it."""
+def test_unregistering_waits_for_the_registration_and_ends_do_not() -> None:
+    """The cache's memory may be freed as soon as it is unregistered."""
     with pair("verbs", **DIRECT) as (prefill, decode):
         decode.connect("prefill", prefill.address)
         arena = fake_verbs.remote_keys()
@@ -95,17 +95,30 @@ def test_a_cancel_waits_for_the_registration() -> None:
         decode.register(target.cache)
         offer = prefill.offer(source.cache, range(32), TOKENS)
         with fake_verbs.held_registrations():
+            late = decode.fetch(offer.ticket, target.cache, range(32), timeout=0.1)
             fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
-            thread = threading.Thread(target=fetch.cancel)
+            until(lambda: late.done)
+            fetch.cancel()
+            assert (late.status, fetch.status) == (Status.TIMEOUT, Status.CANCELLED)
+            thread = threading.Thread(target=decode.unregister, args=(target.cache,))
             thread.start()
             thread.join(0.1)
             assert thread.is_alive()
-            assert not fetch.done
         thread.join(LONG)
-        assert fetch.status is Status.CANCELLED
-        decode.unregister(target.cache)
+        assert not thread.is_alive()
         assert fake_verbs.remote_keys() == arena
         assert target.poisoned
+
+
+def test_auto_opens_no_cache_where_runs_are_too_short() -> None:
+    """The consumer knows how long they can be at most, whatever the producer's cache is like."""
+    with pair("verbs", path="auto") as (prefill, decode):
+        decode.connect("prefill", prefill.address)
+        keys, made = fake_verbs.remote_keys(), fake_verbs.registrations()
+        report = fetched(prefill, decode)
+        assert report.path == "staged"
+        assert "runs of less than 310 KiB on average" in report.path_why
+        assert (fake_verbs.remote_keys(), fake_verbs.registrations()) == (keys, made)
 
 
 @pytest.mark.parametrize("kind", [17, 18])

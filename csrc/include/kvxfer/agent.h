@@ -159,10 +159,10 @@ class Fetch {
   // Ends the fetch with kCancelled unless it is done. On return nothing writes into the caller's
   // blocks any more; chunks that are still under way land in quarantined slots. Where they were to
   // go straight into the blocks, it waits for the producer to say that none is, and ends the
-  // connection where that takes longer than a fifth of heartbeat_timeout. `for_good`: the
-  // producers count it as if it had been fetched, as after Agent::decline(); this holds for a fetch
-  // that has failed before, too, and is told in the background, within another timeout of the
-  // fetch.
+  // connection where that takes longer than heartbeat_timeout, or the producer is silent for a
+  // fifth of it. `for_good`: the producers count it as if it had been fetched, as after
+  // Agent::decline(); this holds for a fetch that has failed before, too, and is told in the
+  // background, within another timeout of the fetch.
   void cancel(bool for_good = false);
   int event_fd();  // becomes readable when done; owned by the fetch
   FetchReport report() const;
@@ -248,7 +248,7 @@ class Agent {
   // GPU's, whose runtime is loaded. Throws Error(kInvalid) where it is not, or on several devices,
   // Error(kNoResources) where no GPU can be used, or the build has no kernels for it.
   CacheId register_cache(const CacheLayout& layout, bool on_gpu = false);
-  // Throws Error(kInvalid) while offers or fetches use it.
+  // Throws Error(kInvalid) while offers or fetches use it. Waits until it is pinned nowhere.
   void unregister_cache(CacheId cache);
 
   Offer offer(const OfferSpec& spec);
@@ -294,8 +294,8 @@ class Agent {
   Trace trace() const;
   AgentMetrics metrics() const;
 
-  // Fails what is open with kClosed, says goodbye to peers, joins the threads. Bounded: about a
-  // second at worst. Idempotent.
+  // Fails what is open with kClosed, says goodbye to peers, joins the threads. Takes a second at
+  // worst, after direct fetches three, and the time to unpin caches. Idempotent.
   void close();
 
  private:
