@@ -94,12 +94,16 @@ class Worker:
         self.stats = Stats()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        model = model_name(engine_fields(self._vllm_config))
-        for local in describe(self._vllm_config, self._kv_cache_config, tensors, model):
-            self._agent.register(local.cache)
-            self._caches[local.info.key] = local
-            self._on_gpu |= local.cache.on_gpu
-            logger.info("%s %s: %r", self._agent.name, local.info.key, local.cache)
+        try:
+            model = model_name(engine_fields(self._vllm_config))
+            for local in describe(self._vllm_config, self._kv_cache_config, tensors, model):
+                self._agent.register(local.cache)
+                self._caches[local.info.key] = local
+                self._on_gpu |= local.cache.on_gpu
+                logger.info("%s %s: %r", self._agent.name, local.info.key, local.cache)
+        except Exception:
+            self._agent.close()  # the engine does not start, and nobody else would
+            raise
         if self._agent.config.transport not in ("shm", "loopback"):
             kvxfer.codec_rates()  # now, and not at the first request
 

@@ -246,8 +246,12 @@ def test_a_gpu_without_kernels_refuses_to_start(
     code = tmp_path / "code"
     code.write_bytes(b"for another device")
     monkeypatch.setenv("KVXFER_GPU_CODE", str(code))
+    closed: list[kvxfer.Agent] = []
+    close = kvxfer.Agent.close
+    monkeypatch.setattr(kvxfer.Agent, "close", lambda agent: closed.append(agent) or close(agent))
     with pytest.raises(ResourceError, match="no kernels for device 0 of CUDA"):
         engines("kv_producer")
+    assert closed
 
 
 def test_what_is_required_is_refused_at_start(engines: Engines) -> None:
