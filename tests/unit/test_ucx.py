@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from kvtest import ucx as lanes
-from kvtest.agents import LONG, pair
+from kvtest import wire
+from kvtest.agents import LONG, pair, producer
 from kvtest.caches import Geometry, Paged
 
 import kvxfer
 from kvxfer import ucx
+from kvxfer.handshake import Deadline, Identity, Transcript, recv_frame, send_frame
 
 _SAY = "import kvxfer; found = kvxfer.transports()['ucx']; print(found.available, found.why)"
 
@@ -209,6 +211,26 @@ def test_addresses_that_make_no_sense(
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Producers believe that their consumers are on another host."""
     monkeypatch.setattr("kvxfer.listener.host_identity", lambda: "elsewhere")
+
+
+@pytest.mark.parametrize("rdma", [False, True, None])
+def test_a_consumer_that_means_rdma_is_not_given_sockets(use_ucx: None, rdma: bool | None) -> None:
+    if ucx.problem(rdma=True) is None:
+        pytest.skip("UCX reaches an RDMA adapter here")
+    says_so = {} if rdma is None else {"rdma": rdma}
+    first = wire.greeting(Identity("decode", 1), transports=["ucx"], **says_so)
+    deadline = Deadline(LONG)
+    with producer("auto") as prefill, wire.open_socket(prefill.address) as sock:
+        send_frame(sock, first, deadline)
+        transcript = Transcript(None, first, recv_frame(sock, deadline))
+        send_frame(sock, {"proof": transcript.proof("consumer")}, deadline)
+        if rdma is False:
+            assert recv_frame(sock, deadline)["transport"] == "ucx"
+            return
+        with pytest.raises(
+            kvxfer.HandshakeError, match="no ucx for the producer: this host has no"
+        ):
+            recv_frame(sock, deadline)
 
 
 def test_why_it_is_not_taken_is_said(use_ucx: None, two_hosts: None) -> None:
