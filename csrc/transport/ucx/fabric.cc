@@ -105,9 +105,14 @@ std::set<std::string> UcxFabric::State::open(const std::string& transports) {
   // All memory is registered ahead. Without the cache, which older versions do not have here, UCX
   // has no need to patch the process's mmap() and munmap().
   if (!std::getenv("UCX_RCACHE_ENABLE")) library->config_modify(config, "RCACHE_ENABLE", "n");
-  // Both sides introduce themselves while they connect, not at the first large message: 1.13 aborts
-  // a reader whose writer is gone when it answers ("got REP message").
-  if (!puts) library->config_modify(config, "RESOLVE_REMOTE_EP_ID", "y");
+  if (!puts) {
+    // Both sides introduce themselves while they connect, not at the first large message: 1.13
+    // aborts a reader whose writer is gone when it answers ("got REP message").
+    library->config_modify(config, "RESOLVE_REMOTE_EP_ID", "y");
+    // When a connection fails under a message that is sent in place, 1.13 completes it twice, and
+    // aborts where it is built to notice ("comp->count > 0").
+    library->config_modify(config, "ZCOPY_THRESH", "inf");
+  }
   ucp::Params params;
   params.field_mask = ucp::Params::kFeatures | ucp::Params::kMtWorkersShared;
   params.features = ucp::kFeatureAm | ucp::kFeatureWakeup | (puts ? ucp::kFeatureRma : 0);
