@@ -143,7 +143,7 @@ class Config:
         "KVXFER_TRANSPORT",
         "auto",
         "name",
-        "transport to use; auto takes shm on one host, else verbs, else ucx over RDMA, else tcp",
+        "transport to use; auto takes shm on one host, else verbs, else tcp",
     )
     require: str | None = _knob(
         "KVXFER_REQUIRE",

@@ -54,6 +54,8 @@ def offered_transports(config: Config, fabrics: Fabrics) -> tuple[list[str], dic
     offered: list[str] = []
     problems: dict[str, str] = {}
     for name in allowed_transports(config):
+        if name == "ucx" and config.transport == "auto" and config.require is None:
+            continue  # it is not proven well enough to be taken unasked
         if name == "ucx" and "verbs" in offered:
             continue  # it could do no more
         if name in NAMES:

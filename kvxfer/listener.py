@@ -298,8 +298,8 @@ class Listener:
             set_to = "both agents are" if theirs == ours == ["verbs"] else "one of the agents is"
             return "verbs", f"{set_to} set to verbs"
         if "ucx" in common:
-            if "shm" in common:
-                return "ucx", f"{apart}, and UCX reaches RDMA adapters that verbs does not"
+            if rdma:
+                return "ucx", "RDMA is required, and verbs reaches no adapter that UCX does"
             set_to = "both agents are" if theirs == ours == ["ucx"] else "one of the agents is"
             return "ucx", f"{set_to} set to ucx"
         reason = "".join(f"; no {name}" for name in without)

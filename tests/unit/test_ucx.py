@@ -15,7 +15,7 @@ from kvtest.agents import LONG, pair, producer
 from kvtest.caches import Geometry, Paged
 
 import kvxfer
-from kvxfer import ucx
+from kvxfer import connector, ucx
 from kvxfer.handshake import Deadline, Identity, Transcript, recv_frame, send_frame
 
 _SAY = "import kvxfer; found = kvxfer.transports()['ucx']; print(found.available, found.why)"
@@ -207,6 +207,16 @@ def test_addresses_that_make_no_sense(
         decode.connect(prefill.name, prefill.address)
 
 
+def report_of(prefill: kvxfer.Agent, decode: kvxfer.Agent) -> kvxfer.Report:
+    """Fetch once, and return the report."""
+    source, target = Paged(Geometry(), seed=1), Paged(Geometry())
+    prefill.register(source.cache)
+    decode.register(target.cache)
+    fetch = decode.fetch(prefill.offer(source.cache, [0], 16).ticket, target.cache, [1])
+    fetch.wait(LONG)
+    return fetch.report
+
+
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Producers believe that their consumers are on another host."""
@@ -233,17 +243,23 @@ def test_a_consumer_that_means_rdma_is_not_given_sockets(use_ucx: None, rdma: bo
             recv_frame(sock, deadline)
 
 
-def test_why_it_is_not_taken_is_said(use_ucx: None, two_hosts: None) -> None:
-    if ucx.problem(rdma=True) is None:
-        pytest.skip("UCX reaches an RDMA adapter here")
+def test_why_it_is_not_taken_is_said(
+    use_ucx: None, two_hosts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = (["shm", "tcp"], {"ucx": "its daemon sleeps"})
+    monkeypatch.setattr(connector, "offered_transports", lambda *_: offered)
     with pair("auto") as (prefill, decode):
-        source, target = Paged(Geometry(), seed=1), Paged(Geometry())
-        prefill.register(source.cache)
-        decode.register(target.cache)
-        fetch = decode.fetch(prefill.offer(source.cache, [0], 16).ticket, target.cache, [1])
-        fetch.wait(LONG)
-        assert fetch.report.transport == "tcp"
-        assert "no ucx for the consumer: this host has no RDMA adapter" in fetch.report.why
+        assert "no ucx for the consumer: its daemon sleeps" in report_of(prefill, decode).why
+
+
+def test_it_is_not_taken_unasked(
+    use_ucx: None, two_hosts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx, "problem", lambda *, rdma: None)  # as if there were adapters
+    with pair("auto") as (prefill, decode):
+        report = report_of(prefill, decode)
+    assert report.transport == "tcp"
+    assert "ucx" not in report.why
 
 
 # An endpoint of a process that stands still: its sockets accept, and nobody answers.
@@ -259,24 +275,17 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_a_connection_that_ucx_cannot_make_in_time_goes_by_tcp(
     use_ucx: None, two_hosts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvxfer import connector
-
     with subprocess.Popen([sys.executable, "-c", _STOPPED], stdout=subprocess.PIPE) as stopped:
         try:
             assert stopped.stdout is not None
             address = bytes.fromhex(stopped.stdout.readline().decode())
             frame = connector.endpoint_frame(address)
             monkeypatch.setattr(connector, "endpoint_frame", lambda _: frame)
-            # As if there were adapters, and sockets were RDMA.
-            monkeypatch.setattr(ucx, "problem", lambda *, rdma: None)
+            monkeypatch.setattr(connector, "offered_transports", lambda *_: (["ucx", "tcp"], {}))
             monkeypatch.setattr(connector, "means_rdma", lambda config: False)
             with pair("auto", handshake_timeout=3.0) as (prefill, decode):
-                source, target = Paged(Geometry(), seed=1), Paged(Geometry())
-                prefill.register(source.cache)
-                decode.register(target.cache)
-                fetch = decode.fetch(prefill.offer(source.cache, [0], 16).ticket, target.cache, [1])
-                fetch.wait(LONG)
-                assert fetch.report.transport == "tcp"
-                assert "UCX: the peer did not answer within 1.5" in fetch.report.why
+                report = report_of(prefill, decode)
+            assert report.transport == "tcp"
+            assert "UCX: the peer did not answer within 1.5" in report.why
         finally:
             stopped.kill()
