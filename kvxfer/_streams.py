@@ -35,6 +35,16 @@ def stream_handle(stream: object, cache: Cache) -> int:
         return DEFAULT_STREAM
     if stream is None:
         return _current(cache)
+    handle = _find(stream)
+    if handle is None or not 0 <= handle < 1 << 64:
+        raise InvalidError(
+            f"stream is {stream!r}: expected a stream of torch or CuPy, or a handle, of which 0 is "
+            "the default stream"
+        )
+    return handle
+
+
+def _find(stream: object) -> int | None:
     for name in ("cuda_stream", "ptr"):  # torch's, on ROCm too; CuPy's
         handle = getattr(stream, name, None)
         if isinstance(handle, int):
@@ -45,9 +55,7 @@ def stream_handle(stream: object, cache: Cache) -> int:
     try:
         return index(stream)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidError(
-            f"stream is {stream!r}: expected a stream of torch or CuPy, or a handle"
-        ) from None
+        return None
 
 
 def _current(cache: Cache) -> int:

@@ -78,6 +78,7 @@ class Agent:
         self._spread = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._registering = threading.Lock()  # before the other
         self._closed = True  # until all of it is there
         self._listener: Listener | None = None
         self._caches: dict[Cache, int] = {}
@@ -153,10 +154,15 @@ class Agent:
 
     def register(self, cache: Cache) -> Cache:
         """Register an engine's cache, once, before offers and fetches name it. Returns it."""
-        with self._lock:
-            self._check_open()
-            if cache not in self._caches:
-                self._caches[cache] = self._core.register_cache(cache.layout, cache.on_gpu)
+        with self._registering:
+            with self._lock:
+                self._check_open()
+                if cache in self._caches:
+                    return cache
+            # The first on a GPU loads its runtime: seconds, which nothing else waits for.
+            made = self._core.register_cache(cache.layout, cache.on_gpu)
+            with self._lock:
+                self._caches[cache] = made
         return cache
 
     def unregister(self, cache: Cache) -> None:
@@ -612,6 +618,7 @@ def _close_all() -> None:
 def _after_fork_in_child() -> None:
     for agent in list(_agents):
         agent._lock = threading.Lock()  # noqa: SLF001 - its holder may not exist here
+        agent._registering = threading.Lock()  # noqa: SLF001
     _agents.clear()
 
 

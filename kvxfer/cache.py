@@ -136,7 +136,7 @@ class Cache:
                 )
             views += [(plane.address, *plane.strides) for plane in layer_planes]
         assert geometry is not None
-        if len(self._devices) > 1:
+        if not _may_be_one(self._devices):
             places = ", ".join(sorted(device or "the CPU" for device in self._devices))
             raise LayoutError(f"the tensors lie on {places}: a cache has all of its on one device")
 
@@ -253,6 +253,16 @@ class Cache:
             if difference := first.difference(other):
                 raise LayoutError(f"{where} does not fit tensor 0: {difference}")
         return first, planes
+
+
+def _may_be_one(devices: set[str]) -> bool:
+    """Whether tensors of these may lie on one device.
+
+    Libraries have names of their own for a GPU, not all of which say its number; registering the
+    cache looks at the addresses.
+    """
+    numbers = {name.rpartition(":")[2] for name in devices if ":" in name}
+    return len(numbers) <= 1 and ("" not in devices or len(devices) == 1)
 
 
 def _check_axes(axes: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -353,6 +355,27 @@ def test_without_kernels_for_the_device(
             prefill.register(source.cache)
 
 
+def test_nothing_waits_for_a_driver_that_is_slow_to_start(gpus: Gpus) -> None:
+    with (
+        pair("loopback") as (prefill, decode),
+        made(SIDE, 0) as slow,
+        ThreadPoolExecutor(1) as other,
+    ):
+        source, target = Paged(SIDE, seed=1), Paged(OTHER)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        loaded = gpus.calls("cuModuleLoadData")
+        registering = threading.Thread(target=prefill.register, args=[slow.cache])
+        with gpus.stalled("cuModuleLoadData"):
+            registering.start()
+            until(lambda: gpus.calls("cuModuleLoadData") > loaded)
+            offer = other.submit(prefill.offer, source.cache, BLOCKS, TOKENS).result(LONG)
+            decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+        registering.join(LONG)
+        assert target.same_as(expected(source))
+        prefill.unregister(slow.cache)
+
+
 def test_streams_are_taken_from_what_libraries_pass_around(gpus: Gpus) -> None:
     class Torch:
         cuda_stream = 7
@@ -367,8 +390,9 @@ def test_streams_are_taken_from_what_libraries_pass_around(gpus: Gpus) -> None:
     with made(SIDE, 0) as paged:
         found = [stream_handle(s, paged.cache) for s in (None, 6, Torch(), CuPy(), Other())]
         assert found == [0, 6, 7, 8, 9]
-        with pytest.raises(kvxfer.InvalidError, match="expected a stream of torch or CuPy"):
-            stream_handle("main", paged.cache)
+        for wrong in ("main", -1, 1 << 64):
+            with pytest.raises(kvxfer.InvalidError, match="expected a stream of torch or CuPy"):
+                stream_handle(wrong, paged.cache)
 
 
 def test_a_gpu_that_never_answers_is_given_up(gpus: Gpus) -> None:

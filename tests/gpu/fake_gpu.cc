@@ -52,7 +52,9 @@ FakeGpus::FakeGpus()
 }
 
 Problem FakeGpus::enter(const std::string& call) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  ++calls_[call];
+  changed_.wait(lock, [&] { return call != stalled_; });
   if (lost_) return Problem::kLost;
   if (is_unsafe(call) && disturb_captures() != Problem::kNone) return Problem::kCaptureUnsupported;
   const auto failure = failures_.find(call);
@@ -101,6 +103,17 @@ bool FakeGpus::is_capturing(void* stream) {
 void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth) {
   const std::lock_guard lock(mutex_);
   failures_[call] = {nth, problem};
+}
+
+uint64_t FakeGpus::calls(const std::string& call) {
+  const std::lock_guard lock(mutex_);
+  return calls_[call];
+}
+
+void FakeGpus::stall(const char* call) {
+  const std::lock_guard lock(mutex_);
+  stalled_ = call != nullptr ? call : "";
+  changed_.notify_all();
 }
 
 void FakeGpus::lose_devices(bool lost) {
@@ -354,6 +367,12 @@ void FakeGpus::run() {
 extern "C" __attribute__((visibility("default"))) void fake_gpu_fail(const char* call, int problem,
                                                                      unsigned nth) {
   kvxfer::fake::FakeGpus::instance().fail(call, static_cast<kvxfer::fake::Problem>(problem), nth);
+}
+extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_calls(const char* call) {
+  return kvxfer::fake::FakeGpus::instance().calls(call);
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_stall(const char* call) {
+  kvxfer::fake::FakeGpus::instance().stall(call);
 }
 extern "C" __attribute__((visibility("default"))) size_t fake_gpu_open_handles() {
   return kvxfer::fake::FakeGpus::instance().open_handles();

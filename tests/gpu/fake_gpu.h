@@ -77,6 +77,10 @@ class FakeGpus {
   Problem enter(const std::string& call);
   // The nth call from now on of that name fails; 0 is the next one.
   void fail(const std::string& call, Problem problem, uint32_t nth);
+  // How often it was called.
+  uint64_t calls(const std::string& call);
+  // Calls of that name do not return; null lets them go.
+  void stall(const char* call);
   // Until they are back, every call fails.
   void lose_devices(bool lost);
   // Nothing that the stream was told happens until it is let go; null is all streams.
@@ -127,6 +131,8 @@ class FakeGpus {
   std::map<void*, Capture> captures_;  // by their streams
   std::set<void*> modules_;
   std::map<std::string, std::pair<uint32_t, Problem>> failures_;
+  std::map<std::string, uint64_t> calls_;
+  std::string stalled_;
   bool lost_ = false;
   bool all_held_ = false;
   std::set<void*> held_;

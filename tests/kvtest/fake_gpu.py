@@ -53,6 +53,7 @@ class Gpus:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(_path()))
         self._library.fake_gpu_open_handles.restype = ctypes.c_size_t
+        self._library.fake_gpu_calls.restype = ctypes.c_uint64
         assert self._library.cuInit(0) == 0
         self.given_up = 0  # handles that nothing frees any more
 
@@ -72,6 +73,19 @@ class Gpus:
     def fail(self, call: str, nth: int = 0) -> None:
         """Let the nth call of that name from now on run out of memory."""
         self._library.fake_gpu_fail(call.encode(), 4, nth)
+
+    def calls(self, call: str) -> int:
+        """How often the driver was called so."""
+        return int(self._library.fake_gpu_calls(call.encode()))
+
+    @contextlib.contextmanager
+    def stalled(self, call: str) -> Iterator[None]:
+        """Let calls of that name not return."""
+        self._library.fake_gpu_stall(call.encode())
+        try:
+            yield
+        finally:
+            self._library.fake_gpu_stall(None)
 
     @contextlib.contextmanager
     def held(self, stream: int = 0) -> Iterator[None]:

@@ -40,6 +40,14 @@ class TorchLike:
         return tuple(stride // self.array.itemsize for stride in self.array.strides)
 
 
+class CudaArrayLike:
+    """Only the interface that does not say which GPU it is."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__array_interface__, "version": 3}
+
+
 class DlpackLike:
     """Only DLPack, as jax arrays have it."""
 
@@ -231,6 +239,13 @@ def test_a_cache_lies_on_one_device():
         kvxfer.Cache({"a": tensors})
     with pytest.raises(kvxfer.LayoutError, match="lie on cuda:1, the CPU"):
         kvxfer.Cache({"a": (tensors[1], array)})
+    # Names of one GPU in several libraries: registering it looks closer.
+    torch = TorchLike(np.zeros((3, 2, 4, 8), np.uint16), device="cuda")
+    named = DlpackLike(array.copy(), (10, 0))
+    for other in (named, CudaArrayLike(array.copy())):
+        assert kvxfer.Cache({"a": (torch, other)}, dtype="bfloat16").on_gpu
+    with pytest.raises(kvxfer.LayoutError, match="lie on cuda, the CPU"):
+        kvxfer.Cache({"a": (CudaArrayLike(array.copy()), array)})
 
 
 def test_dlpack_capsules_are_used_once_and_released():
