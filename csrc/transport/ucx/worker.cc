@@ -344,16 +344,28 @@ void Driver::on_endpoint_closed(void* request, Status, void* self) {
   driver.closed_ = true;
 }
 
+// 1.13 aborts, in builds with assertions as Debian's is, when an endpoint ends whose request to
+// connect over RDMA could not be sent yet (openucx/ucx#8175). It has written nothing.
+bool Driver::must_stay() const {
+  const std::vector<std::string>& resources = fabric_->resources;
+  return endpoint_ && !connected_ && library_.version.starts_with("1.13.") &&
+         std::any_of(resources.begin(), resources.end(), is_rdma);
+}
+
 void Driver::destroy() {
   on_progress_ = nullptr;
   if (!worker_) return;
   // In a forked child it is the parent's.
   if (generation_ == fork_generation()) {
     loop_->remove(event_fd_);
-    close_endpoint();
-    for (const auto& [data, size] : messages_) library_.am_data_release(worker_, data);
-    messages_.clear();
-    library_.worker_destroy(worker_);
+    if (must_stay()) {
+      static_cast<void>(new std::shared_ptr<UcxFabric::State>(fabric_));
+    } else {
+      close_endpoint();
+      for (const auto& [data, size] : messages_) library_.am_data_release(worker_, data);
+      messages_.clear();
+      library_.worker_destroy(worker_);
+    }
   }
   worker_ = nullptr;
   settled_.clear();

@@ -136,6 +136,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void release(Write& write);
   void settle();
   void report(Write& write, bool ok);
+  bool must_stay() const;
 
   const std::shared_ptr<UcxFabric::State> fabric_;
   const Library& library_;
