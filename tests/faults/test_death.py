@@ -100,13 +100,13 @@ def test_a_killed_producer_fails_its_consumers_at_once(process_transport: str, s
             assert target.same_as(Paged(SIDE, 2))
 
 
-def test_other_producers_are_not_concerned(process_transport: str) -> None:
+def test_other_producers_are_not_concerned(process_transport_kind: str) -> None:
     with (
-        producer(process_transport, "prefill-1") as living,
-        consumer(process_transport) as decode,
+        producer(process_transport_kind, "prefill-1") as living,
+        consumer(process_transport_kind) as decode,
         Child() as child,
     ):
-        child.call("start", "prefill-0", process_transport, listen="")
+        child.call("start", "prefill-0", process_transport_kind, listen="")
         child.call("cache", "cache", SIDE, 1)
         source = Paged(SIDE, 2)
         living.register(source.cache)
@@ -129,14 +129,14 @@ def test_other_producers_are_not_concerned(process_transport: str) -> None:
         assert doomed.poisoned
 
 
-def test_one_rank_of_several_dies(process_transport: str) -> None:
+def test_one_rank_of_several_dies(process_transport_kind: str) -> None:
     """A fetch needs all of its parts; the others are told to stop, and keep their offers."""
     with (
-        producer(process_transport, "rank-1") as living,
-        consumer(process_transport) as decode,
+        producer(process_transport_kind, "rank-1") as living,
+        consumer(process_transport_kind) as decode,
         Child() as child,
     ):
-        address = child.call("start", "rank-0", process_transport, listen="")
+        address = child.call("start", "rank-0", process_transport_kind, listen="")
         child.call("cache", "cache", SIDE, 1)
         source, target = Paged(SIDE, 2), Paged(SIDE)
         living.register(source.cache)
@@ -162,11 +162,11 @@ def test_one_rank_of_several_dies(process_transport: str) -> None:
         until(lambda: decode.stats.free_slots == decode.stats.slots)
 
 
-def test_a_stopped_producer_is_lost_by_its_silence(process_transport: str) -> None:
+def test_a_stopped_producer_is_lost_by_its_silence(process_transport_kind: str) -> None:
     """Its slots come back only when nothing can be written into them any more."""
     beat = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5}
-    with consumer(process_transport, **BUSY, **beat) as decode, Child() as child:
-        child.call("start", "prefill", process_transport, listen="", **BUSY, **ALIVE)
+    with consumer(process_transport_kind, **BUSY, **beat) as decode, Child() as child:
+        child.call("start", "prefill", process_transport_kind, listen="", **BUSY, **ALIVE)
         child.call("cache", "cache", SIDE, 1)
         target = Paged(SIDE)
         decode.register(target.cache)
@@ -214,12 +214,12 @@ def test_slots_stay_in_quarantine_while_a_stopped_producer_could_write() -> None
         until(lambda: decode.stats.free_slots == decode.stats.slots)
 
 
-def test_a_stopped_consumer_is_lost_by_its_silence(process_transport: str) -> None:
+def test_a_stopped_consumer_is_lost_by_its_silence(process_transport_kind: str) -> None:
     beat = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5}
-    with producer(process_transport, **BUSY, **beat) as prefill, Child() as child:
+    with producer(process_transport_kind, **BUSY, **beat) as prefill, Child() as child:
         source = Paged(SIDE, 1)
         prefill.register(source.cache)
-        child.call("start", "decode", process_transport, **BUSY, **ALIVE)
+        child.call("start", "decode", process_transport_kind, **BUSY, **ALIVE)
         child.call("cache", "cache", SIDE)
         offer = prefill.offer(source.cache, range(32), TOKENS, lease=1.0, ready=False)
         child.call("fetch", "f", offer.ticket, "cache", range(32))
@@ -239,13 +239,13 @@ def test_a_stopped_consumer_is_lost_by_its_silence(process_transport: str) -> No
         assert child.call("same", "cache", SIDE, 1)
 
 
-def test_a_process_that_was_stopped_itself_starts_afresh(process_transport: str) -> None:
+def test_a_process_that_was_stopped_itself_starts_afresh(process_transport_kind: str) -> None:
     """After SIGCONT the peers' words wait unread: their silence is not to be held against them."""
     beat = {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5}
-    with producer(process_transport, **ALIVE) as prefill, Child() as child:
+    with producer(process_transport_kind, **ALIVE) as prefill, Child() as child:
         source = Paged(SIDE, 1)
         prefill.register(source.cache)
-        child.call("start", "decode", process_transport, **beat)
+        child.call("start", "decode", process_transport_kind, **beat)
         child.call("cache", "cache", SIDE)
         offer = prefill.offer(source.cache, range(32), TOKENS, ready=False)
         child.call("fetch", "f", offer.ticket, "cache", range(32), timeout=LONG)
@@ -260,15 +260,15 @@ def test_a_process_that_was_stopped_itself_starts_afresh(process_transport: str)
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_thread_that_holds_the_gil_does_not_delay_a_transfer(
-    process_transport: str, side: str
+    process_transport_kind: str, side: str
 ) -> None:
     """The other side of the transfer ends while no Python can run in the child."""
     with Child() as child:
         if side == "prefill":
-            child.call("start", "prefill", process_transport, listen="")
+            child.call("start", "prefill", process_transport_kind, listen="")
             child.call("cache", "cache", SIDE, 1)
             ticket = child.call("offer", "cache", range(32), TOKENS)
-            with consumer(process_transport) as decode:
+            with consumer(process_transport_kind) as decode:
                 target = Paged(SIDE)
                 decode.register(target.cache)
                 # The handshake is Python, and has to be over on both sides.
@@ -280,10 +280,10 @@ def test_a_thread_that_holds_the_gil_does_not_delay_a_transfer(
                 assert target.same_as(Paged(SIDE, 1))
                 assert child.gil_is_held()
         else:
-            with producer(process_transport) as prefill:
+            with producer(process_transport_kind) as prefill:
                 source = Paged(SIDE, 1)
                 prefill.register(source.cache)
-                child.call("start", "decode", process_transport)
+                child.call("start", "decode", process_transport_kind)
                 child.call("cache", "cache", SIDE)
                 offer = prefill.offer(source.cache, range(32), TOKENS, ready=False)
                 child.call("fetch", "f", offer.ticket, "cache", range(32), timeout=LONG)

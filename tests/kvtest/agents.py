@@ -16,7 +16,7 @@ import kvxfer
 from kvtest import fake_verbs, ucx
 from kvtest.caches import Geometry, Paged
 
-TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs", *ucx.LANES)
+TRANSPORTS = ("loopback", "shm", "tcp", "tcp6", "verbs", ucx.ONE)
 # The fake adapters of verbs reach no other process.
 BETWEEN_PROCESSES = (
     *("shm", "tcp", "tcp6", *ucx.LANES),
