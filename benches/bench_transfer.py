@@ -19,6 +19,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "pack": packing.pack,
     "fetch_shm": fetches.fetch_shm,
     "fetch_tcp": fetches.fetch_tcp,
+    "fetch_ucx": ucx.fetch_ucx,
     "fetch_latency_1block": fetches.fetch_latency_1block,
     "digest": fetches.digest,
     "growth": growth.growth,

@@ -20,6 +20,7 @@ TITLES = {
     "fetch_tcp": "TCP, 16 KiB blocks",
     "fetch_tcp_4k": "TCP, 4 KiB blocks",
     "fetch_tcp_64k": "TCP, 64 KiB blocks",
+    "fetch_ucx_tcp": "UCX's sockets, 16 KiB blocks",
     "fetch_latency_1block_shm": "shared memory, median",
     "fetch_latency_1block_shm_p99": "shared memory, 99 %",
     "fetch_latency_1block_tcp": "TCP, median",
