@@ -92,8 +92,11 @@ def _missing(transport: str) -> str | None:
     """Return why this host has not got a transport, if so."""
     if transport == "namespaces":
         return network.missing()
-    if transport == "verbs":
-        return fake_verbs.missing()
+    if transport in ("verbs", "rdma"):
+        real = fake_verbs.real_devices() is not None
+        if real is (transport == "rdma"):
+            return None if real else fake_verbs.missing()
+        return "there are real adapters" if real else "no adapters are named in KVXFER_TEST_VERBS"
     return ucx.missing() if transport in ucx.LANES else None
 
 

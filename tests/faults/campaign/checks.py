@@ -82,6 +82,7 @@ class Checks:
             "message": str(fetching.fetch.error or "")[:300],
             "time": when,
             "bytes": report.bytes,
+            "path": report.path,
         }
         if not fetching.blocks:
             event["status"] = f"declined: {status.value}"

@@ -74,7 +74,17 @@ def _draw_fleet(draw: random.Random, transport: str) -> tuple[AgentPlan, ...]:
     if draw.random() < 0.4:
         agents += [plan("rank-0", "rank", (0, 2)), plan("rank-1", "rank", (2, 4))]
     agents += [plan(f"decode-{i}", "consumer") for i in range(draw.choice([1, 2, 2]))]
+    if transport in ("verbs", "rdma"):
+        path = draw.choice(["direct", "direct", "auto", "staged"])
+        agents = [dataclasses.replace(a, knobs=(*a.knobs, ("path", path))) for a in agents]
+        if draw.random() < 0.6:  # caches of one kind, for which it is
+            agents = [_like(agents[0].geometry, agent) for agent in agents]
     return tuple(agents)
+
+
+def _like(geometry: Geometry, agent: AgentPlan) -> AgentPlan:
+    mine = dataclasses.replace(geometry, heads=agent.geometry.heads)
+    return dataclasses.replace(agent, geometry=mine)
 
 
 class _Drawing:
@@ -258,6 +268,12 @@ class _Drawing:
         args["seconds"] = draw.choice([0.1, 0.4, 1.5])
         return [("adapters", args)]
 
+    def rail(self) -> list[tuple[str, dict[str, Any]]]:
+        args: dict[str, Any] = {"number": self.draw.choice([0, 1])}
+        args["how"] = self.draw.choice(["cut", "shape"])
+        args["seconds"] = self.draw.choice([0.2, 1.0, 2.0])
+        return [("rail", args)]
+
     def cut(self) -> list[tuple[str, dict[str, Any]]]:
         draw = self.draw
         args: dict[str, Any] = {"agent": self.producer()}
@@ -309,6 +325,7 @@ _FAULTS = {
     "tcp": {**_ON_PROCESSES, "flip": 0.7, "vanish": 0.5, "link": 4, "strike": 2},
     "namespaces": {**_ON_PROCESSES, "flip": 0.4, "cut": 3, "shape": 1.5},
     **dict.fromkeys(ucx.LANES, {**_ON_PROCESSES, "flip": 0.7, "link": 2, "strike": 0.5}),
+    "rdma": {**_ON_PROCESSES, "flip": 0.7, "link": 1, "strike": 0.5, "rail": 3},
     "verbs": {"adapters": 3, "link": 1, "flip": 0.5, "limit": 0.3, "clock": 0.2},
 }
 

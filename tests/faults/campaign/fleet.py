@@ -21,7 +21,6 @@ from faults.campaign.outcome import Finding, Outcome
 from faults.campaign.process import Process
 from faults.campaign.proxy import Proxy
 from faults.campaign.schedule import OfferPlan, Schedule
-from kvtest import fake_verbs
 from kvtest.caches import Geometry
 
 import kvxfer
@@ -79,9 +78,7 @@ class Fleet:
     @property
     def together(self) -> bool:
         """Whether all agents are in one process, out of which their transport does not reach."""
-        transport = self.schedule.transport
-        fake = transport == "verbs" and fake_verbs.real_devices() is None
-        return fake or transport == "loopback"
+        return self.schedule.transport in ("loopback", "verbs")
 
     # Life
 
@@ -119,7 +116,7 @@ class Fleet:
         """Return what is common to all agents."""
         transport = self.schedule.transport
         return {
-            "transport": "tcp" if transport == "namespaces" else transport,
+            "transport": {"namespaces": "tcp", "rdma": "verbs"}.get(transport, transport),
             "secret": self.schedule.secret,
             "tls": self.schedule.tls,
             "traces": self._folder.name,
@@ -264,7 +261,9 @@ class Fleet:
     def _ended(self, event: dict[str, Any]) -> None:
         status = event["status"]
         self.outcome.fetches[status] += 1
-        self.outcome.bytes += event["bytes"] if status == "OK" else 0
+        if status == "OK":
+            self.outcome.bytes += event["bytes"]
+            self.outcome.paths[event["path"]] += 1
         running = self.running.pop(event["id"], None)
         probe = self.probing.pop(event["id"], None)
         if probe is not None and status != "OK":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import struct
+import subprocess
 import threading
 import time
 
@@ -17,6 +19,7 @@ from kvtest.agents import CERTIFICATE
 
 import kvxfer
 
+_BAD = ("delay", "2ms", "2ms", "loss", "2%", "reorder", "25%", "duplicate", "1%")  # for netem
 _PATIENCE = 1.5  # seconds that a strike waits for the message it is meant for
 
 
@@ -109,6 +112,17 @@ class Harm:
         process = fleet.living()[0]
         process.send("break_adapters", how=how, device=device)
         fleet.after(seconds, lambda: process.send("mend_adapters"))
+
+    def rail(self, number: int, how: str, seconds: float) -> None:
+        """Cut one of the two ways between real adapters, or let it lose and delay packets."""
+        rig = os.environ.get("KVXFER_TEST_RIG")
+        if rig is None:
+            return
+        self._faults[f"rail: {how}"] += 1
+        bad = _BAD if how == "shape" else ()
+        mend = "shape" if how == "shape" else "restore"
+        subprocess.run([rig, how, str(number), *bad], check=True)
+        self._fleet.after(seconds, lambda: subprocess.run([rig, mend, str(number)], check=True))
 
     # Links
 

@@ -27,6 +27,7 @@ class Outcome:
     operations: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     fetches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    paths: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     offers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     bytes: int = 0
     detection: dict[str, list[float]] = dataclasses.field(
@@ -39,7 +40,7 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         self.rounds += other.rounds
         self.checks += other.checks
-        for name in ("rounds_by_kind", "operations", "faults", "fetches", "offers"):
+        for name in ("rounds_by_kind", "operations", "faults", "fetches", "paths", "offers"):
             getattr(self, name).update(getattr(other, name))
         for kind, times in other.detection.items():
             self.detection[kind] += times

@@ -24,6 +24,7 @@ def summary(outcome: Outcome, **about: Any) -> dict[str, Any]:
         "faults": sum(outcome.faults.values()),
         "faults by kind": dict(sorted(outcome.faults.items())),
         "fetches that delivered": ended.pop("OK", 0),
+        "fetches that delivered by kind": dict(sorted(outcome.paths.items())),
         "bytes delivered and compared": outcome.bytes,
         "fetches that failed, by reason": ended,
         "offers, by how they ended": dict(sorted(outcome.offers.items())),

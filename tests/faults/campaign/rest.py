@@ -121,30 +121,34 @@ class Rest:
             if before is None:
                 process.baseline = now
                 continue
-            for what in ("descriptors", "threads", "objects of adapters"):
-                if now[what] > before[what]:
-                    self._settle(process, what)
+            # The direct path registers a cache when it is first used, and keeps that.
+            direct = any(dict(plan.knobs).get("path") != "staged" for plan in fleet.plans.values())
+            for what in ("descriptors", "threads", *(() if direct else ("objects of adapters",))):
+                self._settle(process, what)
             # A key may have been damaged on its way to who uses it.
             damaged = any(proxy.happened for proxy in fleet.proxies.values())
             if now["violations"] > before["violations"] and not damaged:
                 fleet.find("error", f"{process.names} asked adapters for what they must refuse")
-            grown = now["memory"] - before["memory"]
+            grown = self._settle(process, "memory", MEMORY_NOISE)
             fleet.outcome.grown = max(fleet.outcome.grown, grown)
-            if grown > MEMORY_NOISE:
-                fleet.find("leak", f"{process.names} has grown by {grown >> 20} MiB")
 
-    def _settle(self, process: Process, what: str) -> None:
-        """See whether there are more of them than there were for good."""
+    def _settle(self, process: Process, what: str, allowed: int = 0) -> int:
+        """Return how much more a process has for good; more than `allowed` is found."""
         assert process.baseline is not None
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            self._measure()
-            if process.measured is None or process.measured[what] <= process.baseline[what]:
-                return
+        before, end = process.baseline[what], time.monotonic() + 10
+        while True:
+            assert process.measured is not None
+            now = process.measured[what]
+            if now <= before + allowed:
+                return int(now - before)
+            if time.monotonic() > end:
+                break
             self._fleet.serve_until(time.monotonic() + 0.1)
-        assert process.measured is not None
-        now, before = process.measured[what], process.baseline[what]
-        self._fleet.find("leak", f"{process.names}: {now} {what}, {before} before")
+            self._measure()
+            if process.measured is None:
+                break
+        self._fleet.find("leak", f"{process.names}: {now:,} {what}, {before:,} before")
+        return int(now - before)
 
 
 def _no_handles(measured: dict[str, Any]) -> bool:

@@ -19,8 +19,8 @@ LAYERS = ("a", "b", "c")
 HEADS = (0, 4)
 CONTENT = 16
 # "namespaces" is tcp between network namespaces, where those can be made; "verbs" takes adapters
-# that exist in one process only, unless KVXFER_TEST_VERBS names real ones.
-TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", *ucx.LANES)
+# that exist in one process only, "rdma" those that KVXFER_TEST_VERBS names.
+TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", "rdma", *ucx.LANES)
 CODECS = ("raw", "raw", "raw", "int8", "fp8_e4m3", "fp8_e5m2", "auto")
 
 

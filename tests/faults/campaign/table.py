@@ -59,7 +59,7 @@ def _noticed(result: Mapping[str, Any], what: str) -> str:
 def table(result: Mapping[str, Any]) -> str:
     """Return the figures as Markdown."""
     failed = result["fetches that failed, by reason"]
-    delivered = f"{result['fetches that delivered']:,}"
+    delivered = _kinds(result, "fetches that delivered")
     rows = [
         ("rounds", _kinds(result, "rounds")),
         ("operations", _kinds(result, "operations")),
