@@ -196,6 +196,7 @@ TEST_CASE("ucx: addresses that make no sense are refused") {
   ByteWriter puts;  // into memory whose key nobody has told
   puts.put(uint32_t{1});
   puts.put(uint32_t{0});
+  if (over_rdma()) return;  // there it was told
   CHECK(failure_of(*ends.consumer, puts.take()).find("no key") != std::string::npos);
 }
 
@@ -262,7 +263,7 @@ TEST_CASE("ucx: what a peer sends too early is bounded") {
   for (const std::string& name : ucx_transports()) {
     CAPTURE(name);
     LinkPair pair(name);
-    if (pair.consumer->one_sided()) continue;  // its messages are small
+    if (over_rdma()) continue;  // messages are small after puts, and datagrams of soft-RoCE slow
     pair.producer->start(pair.producer_sink);
     const Bytes source(8u << 20);
     constexpr size_t kWrites = 12;
@@ -272,7 +273,7 @@ TEST_CASE("ucx: what a peer sends too early is bounded") {
     CHECK(pair.producer_sink.wait([&] { return pair.producer_sink.written.size() == kWrites; }));
     pair.consumer->start(pair.consumer_sink);
     pair.started = true;
-    CHECK(pair.consumer_sink.wait_closed());
+    REQUIRE(pair.consumer_sink.wait_closed());
     CHECK(pair.consumer_sink.closed[0].find("before it was asked to") != std::string::npos);
   }
 }
