@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <set>
 
 #include "kvxfer/status.h"
 #include "verbs_pair.h"
@@ -132,6 +133,21 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     CHECK(to.memory[1000] == kPoison);
     CHECK(fake_verbs::counts().violations > 0);
     fake_verbs::clear_counts();
+  }
+
+  TEST_CASE("where peers have memory is drawn anew each time, but for its place in a page") {
+    reset_world();
+    VerbsPair pair;
+    Parts to(2);
+    const auto own = reinterpret_cast<uint64_t>(to.spans[0].data());
+    std::set<uint64_t> seen{own};
+    for (int i = 0; i < 8; ++i) {
+      const Bytes keys = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget)->keys();
+      uint64_t base = 0;
+      std::memcpy(&base, &keys[4], sizeof(base));
+      CHECK(seen.insert(base).second);
+      CHECK((base - own) % (2u << 20) == 0);
+    }
   }
 
   TEST_CASE("damaged keys are refused, or reach no further than they say") {

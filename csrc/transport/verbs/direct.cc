@@ -25,7 +25,7 @@ std::vector<std::byte> LocalMemory::keys() const {
   ByteWriter out;
   const std::byte* base = parts_.front()->memory().data();
   out.put(kMagic);
-  out.put(reinterpret_cast<uint64_t>(base));
+  out.put(parts_.front()->remote_address());
   out.put(parts_.front()->piece_bytes());
   out.put(static_cast<uint32_t>(parts_.size()));
   for (const auto& part : parts_) {

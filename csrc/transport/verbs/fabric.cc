@@ -3,12 +3,21 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <random>
 #include <utility>
 
 #include "kvxfer/status.h"
 
 namespace kvxfer {
 namespace {
+
+// Any of 2^41 places. Addresses keep what they have within the largest pages but one, so that
+// adapters find large pages as ever.
+uint64_t draw_shift() {
+  std::random_device source;
+  const uint64_t drawn = uint64_t{source()} << 32 | source();
+  return drawn % (uint64_t{1} << 41) << 21;
+}
 
 std::vector<VerbsRail> describe(const std::vector<ibv::Rail>& rails) {
   std::vector<VerbsRail> described;
@@ -110,10 +119,12 @@ std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::
 std::shared_ptr<ibv::LocalMemory> VerbsFabric::State::register_direct(
     std::span<const std::span<std::byte>> memory, Link::DirectUse use) const {
   const auto access = use == Link::DirectUse::kTarget ? VerbsAccess::kArena : VerbsAccess::kSource;
+  // Keys of one peer work on the queue pairs of all: addresses must not be easy to guess.
+  const uint64_t shift = use == Link::DirectUse::kTarget ? draw_shift() : 0;
   std::vector<std::shared_ptr<VerbsMemory>> parts;
   for (const std::span<std::byte> part : memory) {
     parts.push_back(std::make_shared<VerbsMemory>(nics, part, access, options.relaxed_ordering, -1,
-                                                  0, nullptr));
+                                                  0, nullptr, shift));
   }
   return std::make_shared<ibv::LocalMemory>(std::move(parts), rails);
 }

@@ -28,10 +28,11 @@ std::string lock_limit() {
 
 VerbsMemory::VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
                          VerbsAccess access, bool relaxed_ordering, int dmabuf_fd,
-                         uint64_t dmabuf_offset, std::shared_ptr<void> owner)
+                         uint64_t dmabuf_offset, std::shared_ptr<void> owner, uint64_t shift)
     : owner_(std::move(owner)),
       nics_(std::move(nics)),
       memory_(memory),
+      shift_(shift),
       piece_bytes_(kLargestPiece) {
   for (const auto& nic : nics_) {
     if (nic->attr.max_mr_size == 0) continue;  // not told
@@ -44,7 +45,7 @@ VerbsMemory::VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<
     for (uint64_t at = 0; at < memory_.size(); at += piece_bytes_) {
       const uint64_t size = std::min<uint64_t>(piece_bytes_, memory_.size() - at);
       std::byte* address = memory_.data() + at;
-      const auto iova = reinterpret_cast<uint64_t>(address);
+      const uint64_t iova = remote_address() + at;
       if (dmabuf_fd >= 0 && !nic->library->reg_dmabuf_mr) {
         throw Error(StatusCode::kNoResources, "'" + nic->library->path +
                                                   "' cannot register memory of a GPU: that takes "

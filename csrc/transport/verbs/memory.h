@@ -17,15 +17,18 @@ namespace kvxfer {
 class VerbsMemory {
  public:
   // Throws Error(kNoResources). `dmabuf_fd` negative: memory of the host. `owner` is let go of when
-  // the adapters can't reach the memory any more.
+  // the adapters can't reach the memory any more. `shift`, of what is never sent from: peers have
+  // it at so much higher addresses; a multiple of the largest page that is to be made use of.
   VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
               VerbsAccess access, bool relaxed_ordering, int dmabuf_fd, uint64_t dmabuf_offset,
-              std::shared_ptr<void> owner);
+              std::shared_ptr<void> owner, uint64_t shift = 0);
 
   VerbsMemory(const VerbsMemory&) = delete;
   VerbsMemory& operator=(const VerbsMemory&) = delete;
 
   std::span<std::byte> memory() const { return memory_; }
+  // Where peers have it.
+  uint64_t remote_address() const { return reinterpret_cast<uint64_t>(memory_.data()) + shift_; }
   uint64_t piece_bytes() const { return piece_bytes_; }
   bool holds(std::span<const std::byte> part) const {
     return part.data() >= memory_.data() &&
@@ -46,6 +49,7 @@ class VerbsMemory {
   const std::shared_ptr<void> owner_;  // first: goes last
   const std::vector<std::shared_ptr<ibv::Nic>> nics_;
   const std::span<std::byte> memory_;
+  const uint64_t shift_;
   uint64_t piece_bytes_ = 0;
   std::vector<std::vector<ibv::Handle<ibv::Mr>>> mrs_;  // [nic][piece]
 };
