@@ -27,7 +27,7 @@ _FNUZ = {"fp8": "float8_e4m3fnuz", "fp8_e4m3": "float8_e4m3fnuz"}  # gfx942's; i
 _PAIRS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN"}
 _LATENTS = {
     *("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
-    *("ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA"),
+    *("ROCM_AITER_MLA", "AITER_TRITON_MLA"),
 }
 
 
@@ -102,9 +102,14 @@ def _blocks(tensor: torch.Tensor, layer: str, spec: Any, count: int) -> torch.Te
 def _geometry(vllm_config: Any, layer: Any, tensor: torch.Tensor, spec: Any) -> _Geometry:
     on_gpu, latent = tensor.device.type != "cpu", isinstance(spec, MLAAttentionSpec)
     element = str(tensor.dtype).removeprefix("torch.")
+    backend = "unknown" if layer is None else layer.get_attn_backend().get_name()
     if tensor.dtype == torch.uint8:
         names = _FNUZ if on_gpu and current_platform.is_fp8_fnuz() else _FP8
-        element = names.get(vllm_config.cache_config.cache_dtype, element)
+        kind = vllm_config.cache_config.cache_dtype
+        if on_gpu and kind == "fp8_e5m2" and backend != "FLASHINFER":
+            # Triton's kernels store e4m3 under this name too; what others store is not known.
+            kind = "fp8_e4m3" if backend == "TRITON_ATTN" else ""
+        element = names.get(kind, element)
     sizes = {"kv": spec.head_size} if latent else {"k": spec.head_size, "v": spec.head_size_v}
     return _Geometry(
         heads=tensor.shape[1],
@@ -113,7 +118,7 @@ def _geometry(vllm_config: Any, layer: Any, tensor: torch.Tensor, spec: Any) -> 
         planes=tuple(sizes.items()),
         dtype=tensor.dtype,
         element=element,
-        backend="unknown" if layer is None else layer.get_attn_backend().get_name(),
+        backend=backend,
         isa=str(getattr(layer, "isa", "")),
         window=getattr(spec, "sliding_window", None),
         latent=latent,
@@ -137,7 +142,10 @@ def _unknown(geometry: _Geometry, layer: Any, spec: Any) -> str | None:
             f"{' + '.join(map(str, sizes))}"
         )
     if geometry.element == "uint8":
-        return "the bytes of this --kv-cache-dtype are not known; those of fp8 are (e4m3 on gfx942)"
+        return (
+            "the bytes of this --kv-cache-dtype are not known; those of fp8 and fp8_e4m3 are, and "
+            "of fp8_e5m2 TRITON_ATTN's, and FLASHINFER's but on gfx942"
+        )
     if geometry.element.startswith("float8") and layer._k_scale.numel() > 1:  # noqa: SLF001
         return "its scales of K and V are of single heads; scales of whole layers are known"
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCKS, HEADS, TOKENS, LAYERS = 5, 3, 16, 2
 PAIRS = ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN"]
-LATENTS = ["FLASHMLA", "TRITON_MLA", "FLASHINFER_MLA", "ROCM_AITER_MLA"]
+LATENTS = ["FLASHMLA", "TRITON_MLA", "FLASHINFER_MLA", "ROCM_AITER_MLA", "AITER_TRITON_MLA"]
 
 
 def spec_of(latent: bool = False, dtype: str = "bfloat16", **more: Any) -> Any:
@@ -128,12 +130,48 @@ def test_bytes_of_fp8_are_named(fake: Any, monkeypatch: Any, latent: bool, fnuz:
     name = "float8_e4m3fnuz" if fnuz else "float8_e4m3fn"
     assert (local.cache.layout.element, local.info.fields["element type"]) == (name, name)
     assert local.cache.layout.scales == ([0.5] if latent else [0.5, 0.25]) * LAYERS
-    model.config.cache_config.cache_dtype = "fp8_e5m2"
-    if fnuz:
-        with pytest.raises(LayoutError, match="not known; those of fp8 are"):
-            model.describe()
+
+
+@pytest.mark.parametrize("fnuz", [False, True])
+@pytest.mark.parametrize("backend", [*PAIRS, "ROCM_AITER_MLA"])
+def test_what_backends_keep_under_the_name_e5m2(
+    fake: Any, monkeypatch: Any, backend: str, fnuz: bool
+) -> None:
+    """Triton's kernels do not look at the name: they store and read e4m3."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: fnuz)
+    spec = spec_of(backend == "ROCM_AITER_MLA", "uint8")
+    model = Model("LBHNC", backend, spec, cache_dtype="fp8_e5m2")
+    wanted = {("FLASHINFER", False): "float8_e5m2"}
+    wanted["TRITON_ATTN", fnuz] = "float8_e4m3fnuz" if fnuz else "float8_e4m3fn"
+    if (backend, fnuz) in wanted:
+        assert model.describe().cache.layout.element == wanted[backend, fnuz]
     else:
-        assert model.describe().cache.layout.element == "float8_e5m2"
+        with pytest.raises(LayoutError, match="not known; those of fp8 and fp8_e4m3 are"):
+            model.describe()
+
+
+def test_names_of_backends_are_those_they_give_themselves(fake: Any) -> None:
+    """Read from their sources: few of them can be imported without a GPU."""
+    import vllm.v1.attention
+
+    from kvxfer.integrations.vllm_connector import caches
+
+    sources = Path(vllm.v1.attention.__file__).parent.glob("backends/**/*.py")
+    functions = [
+        node
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_name"
+    ]
+    names = {
+        node.value.value
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant)
+    }
+    assert not (caches._PAIRS | caches._LATENTS) - names
 
 
 @pytest.mark.parametrize(
@@ -146,7 +184,7 @@ def test_bytes_of_fp8_are_named(fake: Any, monkeypatch: Any, latent: bool, fnuz:
         ({"backend": "FLASHMLA"}, "backend FLASHMLA keeps KV is not known"),
         (
             {"backend": "FLASHMLA_SPARSE", "spec": "latent"},
-            "FLASHMLA_SPARSE .*not known; CUTLASS_MLA, ",
+            "FLASHMLA_SPARSE .*not known; AITER_TRITON_MLA, ",
         ),
         ({"spec": "shuffled"}, "FLASH_ATTN packs KV in a way of its own .*: 2 x 48 elements"),
         ({"spec": "with scales"}, "packs KV in a way of its own .* 56 elements"),
