@@ -171,14 +171,13 @@ class Worker:
             return
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return  # it records what this would wait for, and doesn't do it
-        for offer, layers in self._filling.items():
-            if layer in layers:
-                offer.mark_ready(layer)
+        for offer in [offer for offer, layers in self._filling.items() if layer in layers]:
+            self._mark(offer, layer)
 
     def step_written(self) -> None:
         """Say that all KV of this step is in its blocks."""
-        for offer in self._filling:
-            offer.mark_all_ready()
+        for offer in list(self._filling):
+            self._mark(offer)
         self._filling.clear()
 
     def results(self) -> Results:
@@ -209,6 +208,15 @@ class Worker:
             return
         least, most = _REST
         self._ends.poll(1e3 * min(most, max(least, (time.monotonic() - self._resting) / 20)))
+
+    def _mark(self, offer: Offer, layer: str | None = None) -> None:
+        """Say that a layer, or all, is ready; a failure ends this offer, and not the forward."""
+        try:
+            offer.mark_all_ready() if layer is None else offer.mark_ready(layer)
+        except kvxfer.Error:
+            logger.exception("What was computed cannot be sent; the decode engine recomputes")
+            del self._filling[offer]
+            offer.release()
 
     # --- prefill side ---
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import kvxfer
+
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -244,6 +246,42 @@ def test_layers_are_sent_while_others_are_computed(
     pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
     pair.check(d, name, tokens)
     pair.settle(p, d)
+
+
+@pytest.mark.parametrize("fails", ["mark_ready", "mark_all_ready"])
+def test_an_offer_that_cannot_be_marked(
+    engine: Callable[..., Any],
+    pair: Any,
+    fake: Any,
+    known: Any,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+) -> None:
+    """It costs the one request its transfer, and the engine goes on."""
+    p = engine("kv_producer", extra={"lease": 1000})
+    d = engine("kv_consumer", extra={"load_timeout": 1000})
+    standing, tokens = known(p), pair.prompt(200)
+
+    def refuse(*_: Any) -> None:
+        raise kvxfer.ResourceError("no event")
+
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.step()
+    p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(kvxfer.Offer, fails, refuse)
+        if fails == "mark_all_ready":  # else all layers have gone over before
+            patch.setattr(kvxfer.Offer, "mark_ready", lambda *_: None)
+        p.step()
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    pair.check(d, name, tokens)
+    assert sum(d.stats["failures"].values()) == 1
+    assert len([line for line in log if "cannot be sent" in line]) == 1
+    pair.settle(p, d)
+    other = pair.prompt(90, 5)
+    pair.decode(d, other, pair.prefill(p, other)[1], p)
+    assert d.stats["loads"] == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
