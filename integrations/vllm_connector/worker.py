@@ -120,6 +120,9 @@ class Worker:
 
         Blocks only for packs of what it withdraws.
         """
+        # A rank of vLLM's V1 runner that is not the last of its pipeline doesn't hear of a step's
+        # end where there are drafts. What it launched is before this on the stream.
+        self.step_written()
         self._idle = orders.idle
         if orders.load or orders.hold:
             self._resting = time.monotonic()

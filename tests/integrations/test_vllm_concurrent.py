@@ -284,6 +284,32 @@ def test_an_offer_that_cannot_be_marked(
     assert d.stats["loads"] == 1
 
 
+def test_a_rank_that_does_not_hear_of_a_steps_end(
+    engine: Callable[..., Any],
+    pair: Any,
+    fake: Any,
+    known: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one of vLLM's V1 runner with drafts and pipeline stages behind it."""
+    p = engine("kv_producer", extra={"lease": 1000})
+    d = engine("kv_consumer", extra={"load_timeout": 1000})
+    standing, tokens = known(p), pair.prompt(200)
+    monkeypatch.setattr(p.worker, "wait_for_save", lambda: None)
+    monkeypatch.setattr(p.worker, "save_kv_layer", lambda *_: None)
+    name = d.add(tokens, params={**standing, "transfer_id": "x"})
+    d.step()
+    p.add(tokens, params=fake.prefill_params(transfer_id="x"), max_tokens=1)
+    p.step()
+    assert p.worker.worker._filling
+    p.step()
+    assert not p.worker.worker._filling
+    pair.step_until(lambda: d.answers[name]["finish"] is not None, d, p)
+    pair.check(d, name, tokens)
+    assert "failures" not in d.stats
+    pair.settle(p, d)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_prefill_aborted(
