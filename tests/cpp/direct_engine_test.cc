@@ -81,7 +81,7 @@ struct Side {
     link->say(
         wire::Hello{wire::kProtocolVersion, 7, "there", kSlot, 31 | wire::kDirectBit}.encode());
   }
-  ~Side() {
+  virtual ~Side() {
     if (!ended) link->end();
     agent->close();
   }
