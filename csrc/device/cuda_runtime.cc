@@ -47,11 +47,8 @@ struct Calls {
   Result (*memory_free)(Address address) = nullptr;
   Result (*host_alloc)(void** address, size_t bytes, unsigned flags) = nullptr;
   Result (*host_free)(void* address) = nullptr;
-  Result (*host_register)(void* address, size_t bytes, unsigned flags) = nullptr;
-  Result (*host_unregister)(void* address) = nullptr;
   Result (*stream_create)(void** stream, unsigned flags) = nullptr;
   Result (*stream_destroy)(void* stream) = nullptr;
-  Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
   Result (*stream_is_capturing)(void* stream, int* status) = nullptr;
   Result (*exchange_capture_mode)(int* mode) = nullptr;
   Result (*event_create)(void** event, unsigned flags) = nullptr;
@@ -90,11 +87,8 @@ struct Calls {
     find(memory_free, "cuMemFree_v2");
     find(host_alloc, "cuMemHostAlloc");
     find(host_free, "cuMemFreeHost");
-    find(host_register, "cuMemHostRegister_v2");
-    find(host_unregister, "cuMemHostUnregister");
     find(stream_create, "cuStreamCreate");
     find(stream_destroy, "cuStreamDestroy_v2");
-    find(stream_wait, "cuStreamWaitEvent");
     find(stream_is_capturing, "cuStreamIsCapturing");
     find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     find(event_create, "cuEventCreate");
@@ -188,10 +182,6 @@ class CudaRuntime final : public GpuRuntime {
     return address;
   }
   void free_host(void* address) noexcept override { calls_.host_free(address); }
-  void register_host(void* address, size_t bytes) override {
-    check(calls_.host_register(address, bytes, kPortable), "cuMemHostRegister");
-  }
-  void unregister_host(void* address) noexcept override { calls_.host_unregister(address); }
 
   Stream create_stream() override {
     Stream stream = nullptr;
@@ -214,9 +204,6 @@ class CudaRuntime final : public GpuRuntime {
   void destroy_event(Event event) noexcept override { calls_.event_destroy(event); }
   void record(Event event, Stream stream) override {
     check(calls_.event_record(event, stream), "cuEventRecord");
-  }
-  void wait(Stream stream, Event event) override {
-    check(calls_.stream_wait(stream, event, 0), "cuStreamWaitEvent");
   }
   bool happened(Event event) override {
     const Result result = calls_.event_query(event);

@@ -66,9 +66,6 @@ class GpuRuntime {
   // Memory of the host that the device can be copied to and from at full speed.
   virtual void* allocate_host(size_t bytes) = 0;
   virtual void free_host(void* address) noexcept = 0;
-  // Pins memory of ours, for the same.
-  virtual void register_host(void* address, size_t bytes) = 0;
-  virtual void unregister_host(void* address) noexcept = 0;
   // Throws where the platform can't, naming what is missing. `address` may lie anywhere in an
   // allocation.
   DmaBuf export_dmabuf(uint64_t address, size_t bytes);
@@ -81,7 +78,6 @@ class GpuRuntime {
   virtual Event create_event() = 0;
   virtual void destroy_event(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
-  virtual void wait(Stream stream, Event event) = 0;  // the stream waits, this thread does not
   // Whether what was recorded has happened.
   virtual bool happened(Event event) = 0;
 

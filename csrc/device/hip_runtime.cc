@@ -42,11 +42,8 @@ struct Calls {
   Result (*memory_free)(void* address) = nullptr;
   Result (*host_alloc)(void** address, size_t bytes, unsigned flags) = nullptr;
   Result (*host_free)(void* address) = nullptr;
-  Result (*host_register)(void* address, size_t bytes, unsigned flags) = nullptr;
-  Result (*host_unregister)(void* address) = nullptr;
   Result (*stream_create)(void** stream, unsigned flags) = nullptr;
   Result (*stream_destroy)(void* stream) = nullptr;
-  Result (*stream_wait)(void* stream, void* event, unsigned flags) = nullptr;
   Result (*stream_is_capturing)(void* stream, int* status) = nullptr;
   Result (*exchange_capture_mode)(int* mode) = nullptr;
   Result (*event_create)(void** event, unsigned flags) = nullptr;
@@ -85,11 +82,8 @@ struct Calls {
     find(memory_free, "hipFree");
     find(host_alloc, "hipHostMalloc");
     find(host_free, "hipHostFree");
-    find(host_register, "hipHostRegister");
-    find(host_unregister, "hipHostUnregister");
     find(stream_create, "hipStreamCreateWithFlags");
     find(stream_destroy, "hipStreamDestroy");
-    find(stream_wait, "hipStreamWaitEvent");
     find(stream_is_capturing, "hipStreamIsCapturing");
     find(exchange_capture_mode, "hipThreadExchangeStreamCaptureMode");
     find(event_create, "hipEventCreateWithFlags");
@@ -195,10 +189,6 @@ class HipRuntime final : public GpuRuntime {
     return address;
   }
   void free_host(void* address) noexcept override { calls_.host_free(address); }
-  void register_host(void* address, size_t bytes) override {
-    check(calls_.host_register(address, bytes, kPortable), "hipHostRegister");
-  }
-  void unregister_host(void* address) noexcept override { calls_.host_unregister(address); }
 
   Stream create_stream() override {
     Stream stream = nullptr;
@@ -224,9 +214,6 @@ class HipRuntime final : public GpuRuntime {
   void destroy_event(Event event) noexcept override { calls_.event_destroy(event); }
   void record(Event event, Stream stream) override {
     check(calls_.event_record(event, stream), "hipEventRecord");
-  }
-  void wait(Stream stream, Event event) override {
-    check(calls_.stream_wait(stream, event, 0), "hipStreamWaitEvent");
   }
   bool happened(Event event) override {
     const Result result = calls_.event_query(event);

@@ -111,13 +111,13 @@ PackedChunk ChunkPlan::pack(uint32_t chunk, std::byte* wire, const Generation& g
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
     const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const CodedChunk coded =
-        gpu != nullptr ? gpu->pack_panels(*panels, first, last, wire, place, nullptr)
+        gpu != nullptr ? gpu->pack_panels(*panels, first, last, wire, place)
                        : pack_panels(*panels, first, last, wire, place, with_digest, stream);
     return {coded.bytes, coded.exceptions, coded.digest};
   }
   const CopyPlan& copy = std::get<CopyPlan>(plan_);
   const Digest digest = gpu != nullptr
-                            ? gpu->pack(copy, begin, end, wire, place, with_digest, nullptr)
+                            ? gpu->pack(copy, begin, end, wire, place, with_digest)
                             : kvxfer::pack(copy, begin, end, wire, place, with_digest, stream);
   return {static_cast<uint32_t>(end - begin), 0, digest};
 }
@@ -130,14 +130,13 @@ UnpackedChunk ChunkPlan::unpack(uint32_t chunk, const std::byte* wire, uint32_t 
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
     const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const DecodedChunk decoded =
-        gpu != nullptr ? gpu->unpack_panels(*panels, first, last, wire, bytes, place, nullptr)
+        gpu != nullptr ? gpu->unpack_panels(*panels, first, last, wire, bytes, place)
                        : unpack_panels(*panels, first, last, wire, bytes, place, with_digest);
     return {decoded.digest, decoded.loss, decoded.exceptions};
   }
   const CopyPlan& copy = std::get<CopyPlan>(plan_);
-  const Digest digest = gpu != nullptr
-                            ? gpu->unpack(copy, begin, end, wire, place, with_digest, nullptr)
-                            : kvxfer::unpack(copy, begin, end, wire, place, with_digest);
+  const Digest digest = gpu != nullptr ? gpu->unpack(copy, begin, end, wire, place, with_digest)
+                                       : kvxfer::unpack(copy, begin, end, wire, place, with_digest);
   return {digest, {}, 0};
 }
 
@@ -172,7 +171,7 @@ void ChunkPlan::zero_tail(GpuPacker* gpu) const {
     if (gpu == nullptr) return kvxfer::zero_tail(plan);
     std::vector<Run> runs;
     plan.append_tail_runs(runs);
-    gpu->zero(runs, nullptr);
+    gpu->zero(runs);
   };
   std::visit(zero, plan_);
 }

@@ -58,7 +58,7 @@ class GpuBytes {
 // for tables. Used by one thread at a time, under a CurrentDevice.
 class GpuLane {
  public:
-  // finish() waits `limit` at most, and no more than a second from when `hurried` becomes true.
+  // finish() waits `limit` at most.
   GpuLane(GpuRuntime& runtime, size_t slot_bytes, Duration limit, const std::atomic<bool>& hurried)
       : runtime_(runtime),
         limit_(limit),
@@ -123,16 +123,17 @@ class GpuLane {
   }
 
   // Waits until all that the stream was told is done. Afterwards nothing of it touches memory any
-  // more, so it is called when something has failed, too. After stuck() no more calls, and no
-  // destruction, which would wait for the device.
-  void finish() {
+  // more, so it is called when something has failed, too. `hurries`: no more than a second from
+  // when `hurried` becomes true. After stuck() no more calls, and no destruction, which would wait
+  // for the device.
+  void finish(bool hurries = false) {
     runtime_.record(ended_, stream_);
     TimePoint end = Clock::now() + limit_;
-    bool hurries = false;
+    bool cut = false;
     for (int asked = 0; !runtime_.happened(ended_); ++asked) {
       const TimePoint now = Clock::now();
-      if (!hurries && hurried_) {
-        hurries = true;
+      if (hurries && !cut && hurried_) {
+        cut = true;
         end = std::min<TimePoint>(end, now + std::chrono::seconds(1));
       }
       if (now >= end) {
@@ -142,7 +143,7 @@ class GpuLane {
                       std::chrono::duration<double>(limit_).count());
         throw Error(StatusCode::kNoResources, runtime_.name() +
                                                   " has not finished a chunk within " + within +
-                                                  (hurries ? ", or a second of the end" : ""));
+                                                  (cut ? ", or a second of the end" : ""));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(asked < 20 ? 10 : 50));
     }

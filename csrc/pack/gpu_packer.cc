@@ -9,6 +9,7 @@
 #include "pack/gpu_lane.h"
 #include "pack/gpu_panel_table.h"
 #include "pack/gpu_raw_table.h"
+#include "pack/kernel_names.h"
 
 namespace kvxfer {
 namespace {
@@ -30,39 +31,23 @@ size_t room(const std::vector<T>& values) {
   return up16(values.size() * sizeof(T));
 }
 
-GpuRuntime::Module load_first(GpuRuntime& runtime, int device, std::span<const CodeObject> code) {
-  std::string said;
-  for (const CodeObject& object : code) {
-    try {
-      return runtime.load_module(object.data);
-    } catch (const Error& error) {
-      said += (said.empty() ? "" : "; ") + object.target + ": " + error.what();
-    }
-  }
-  throw Error(StatusCode::kNoResources,
-              "no kernels for device " + std::to_string(device) + " of " + runtime.name() + ": " +
-                  (said.empty() ? "this build has none, for it found no compiler for them" : said));
-}
-
 }  // namespace
 
 // A lane and the current device, for the time of one call.
 class GpuPacker::Lease {
  public:
-  Lease(GpuPacker& packer, GpuRuntime::Event after)
-      : packer_(packer), current_(packer.runtime_, packer.device_), lane_(take(packer)) {
-    try {
-      if (after != nullptr) packer.runtime_.wait(lane_->stream(), after);
-    } catch (...) {
-      give_back();
-      throw;
-    }
-  }
+  // Who is told to hurry gives up what only reads the cache. What writes there is waited for, for
+  // nobody else may have that memory meanwhile.
+  Lease(GpuPacker& packer, bool writes)
+      : packer_(packer),
+        current_(packer.runtime_, packer.device_),
+        writes_(writes),
+        lane_(take(packer)) {}
   // An error on the way out must not leave kernels that still write somewhere.
   ~Lease() {
     if (!finished_ && !lane_->stuck()) {
       try {
-        lane_->finish();
+        lane_->finish(!writes_);
       } catch (const Error&) {
         lane_->abandon();  // nobody knows whether something still runs there: see give_back()
       }
@@ -76,7 +61,7 @@ class GpuPacker::Lease {
   GpuLane& operator*() const { return *lane_; }
   void finish() {
     finished_ = false;
-    lane_->finish();
+    lane_->finish(!writes_);
     finished_ = true;
   }
 
@@ -108,6 +93,7 @@ class GpuPacker::Lease {
 
   GpuPacker& packer_;
   const CurrentDevice current_;
+  const bool writes_;
   GpuLane* const lane_;
   bool finished_ = false;
 };
@@ -116,7 +102,7 @@ GpuPacker::GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject
                      size_t slot_bytes, size_t lanes, Duration limit)
     : runtime_(runtime), device_(device), slot_bytes_(up16(slot_bytes)) {
   const CurrentDevice current(runtime, device);
-  module_ = load_first(runtime, device, code);
+  load(code);
   try {
     for (size_t i = 0; i < lanes; ++i) {
       lanes_.push_back(std::make_unique<GpuLane>(runtime, slot_bytes_, limit, hurried_));
@@ -144,13 +130,24 @@ GpuPacker::~GpuPacker() {
   }
 }
 
-GpuRuntime::Function GpuPacker::function(const std::string& name) {
-  const std::lock_guard lock(mutex_);
-  const auto known = functions_.find(name);
-  if (known != functions_.end()) return known->second;
-  const GpuRuntime::Function found = runtime_.find_function(module_, name.c_str());
-  functions_.emplace(name, found);
-  return found;
+void GpuPacker::load(std::span<const CodeObject> code) {
+  std::string said;
+  for (const CodeObject& object : code) {
+    try {
+      module_ = runtime_.load_module(object.data);
+      for (const std::string& name : gpu_kernel_names()) {
+        functions_[name] = runtime_.find_function(module_, name.c_str());
+      }
+      code_ = object.owner;
+      return;
+    } catch (const Error& error) {
+      if (module_ != nullptr) runtime_.unload_module(std::exchange(module_, nullptr));
+      said += (said.empty() ? "" : "; ") + object.target + ": " + error.what();
+    }
+  }
+  throw Error(StatusCode::kNoResources,
+              "no kernels for device " + std::to_string(device_) + " of " + runtime_.name() + ": " +
+                  (said.empty() ? "this build has none, for it found no compiler for them" : said));
 }
 
 void GpuPacker::check_fits(uint64_t bytes) const {
@@ -160,17 +157,17 @@ void GpuPacker::check_fits(uint64_t bytes) const {
 }
 
 Digest GpuPacker::pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
-                       uint64_t seed, bool with_digest, GpuRuntime::Event after) {
-  return move(true, plan, begin, end, wire, seed, with_digest, after);
+                       uint64_t seed, bool with_digest) {
+  return move(true, plan, begin, end, wire, seed, with_digest);
 }
 
 Digest GpuPacker::unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
-                         uint64_t seed, bool with_digest, GpuRuntime::Event after) {
-  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest, after);
+                         uint64_t seed, bool with_digest) {
+  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest);
 }
 
 Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end,
-                       std::byte* wire, uint64_t seed, bool with_digest, GpuRuntime::Event after) {
+                       std::byte* wire, uint64_t seed, bool with_digest) {
   const uint64_t bytes = end - begin;
   check_fits(bytes);
   const gpu::RawTable table(plan, begin, end);
@@ -178,8 +175,8 @@ Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_
   const std::string name = std::string(packs ? "kvxfer_pack_raw" : "kvxfer_unpack_raw") +
                            std::to_string(width) + (with_digest ? "" : "_no_digest");
 
-  Lease lane(*this, after);
-  const GpuRuntime::Function kernel = function(name);
+  Lease lane(*this, !packs);
+  const GpuRuntime::Function kernel = functions_.at(name);
   constexpr size_t kDigestBytes = gpu::kDigestWords * sizeof(uint64_t);
   lane->begin_tables(room(table.pieces()) + up16(sizeof(RawChunk)) + up16(kDigestBytes));
   const uint64_t pieces = lane->add_table(std::span(table.pieces()));
@@ -271,13 +268,13 @@ class PanelLauncher {
 void GpuPacker::launch_panels(const std::string& name, uint32_t groups, PanelLaunch launch,
                               GpuRuntime::Stream stream) {
   std::array<void*, 1> arguments = {&launch};
-  runtime_.launch(function(name), groups, 1, kThreads, arguments.data(), stream);
+  runtime_.launch(functions_.at(name), groups, 1, kThreads, arguments.data(), stream);
 }
 
 CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                                  std::byte* wire, uint64_t seed, GpuRuntime::Event after) {
+                                  std::byte* wire, uint64_t seed) {
   check_fits(plan.most_bytes(begin, end));
-  Lease lane(*this, after);
+  Lease lane(*this, /*writes=*/false);
   const GpuRuntime::Stream stream = lane->stream();
   const PanelLauncher panels(plan, begin, end, true, *lane, 0);
   lane->upload_tables();
@@ -301,10 +298,9 @@ CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_
 }
 
 DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                                      const std::byte* wire, uint64_t bytes, uint64_t seed,
-                                      GpuRuntime::Event after) {
+                                      const std::byte* wire, uint64_t bytes, uint64_t seed) {
   check_fits(bytes);
-  Lease lane(*this, after);
+  Lease lane(*this, /*writes=*/true);
   const GpuRuntime::Stream stream = lane->stream();
   const PanelLauncher panels(plan, begin, end, false, *lane, bytes);
   lane->upload_tables();
@@ -328,8 +324,8 @@ DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uin
   return {gpu::finish_words(state.digest, state.bytes, seed), {state.clamped, 0}, state.exceptions};
 }
 
-void GpuPacker::zero(std::span<const Run> runs, GpuRuntime::Event after) {
-  Lease lane(*this, after);
+void GpuPacker::zero(std::span<const Run> runs) {
+  Lease lane(*this, /*writes=*/true);
   for (const Run& run : runs) {
     const uint64_t address = reinterpret_cast<uintptr_t>(run.address);
     if (run.count == 1) {

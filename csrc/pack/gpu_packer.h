@@ -26,9 +26,9 @@ namespace kvxfer {
 class GpuLane;
 
 // pack() and unpack() of kvxfer/pack.h and kvxfer/panel_plan.h for caches in one GPU's memory: the
-// same bytes and digests. `wire` is memory of the host. Each call runs on a stream of its own and
-// returns when its bytes are there; `after`, if not null, is an event that the kernels wait for.
-// Thread-safe: as many calls as there are lanes run side by side, others wait for one of them.
+// same bytes and digests. `wire` is memory of the host. Each call runs on a stream of its own,
+// which waits for no other, and returns when its bytes are there. Thread-safe: as many calls as
+// there are lanes run side by side, others wait for one of them.
 //
 // A device that does not finish a chunk within the limit is given up: that call and all later ones
 // throw Error(kNoResources). What it does afterwards changes the cache at most.
@@ -44,21 +44,20 @@ class GpuPacker {
   GpuPacker& operator=(const GpuPacker&) = delete;
 
   Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
-              bool with_digest, GpuRuntime::Event after);
+              bool with_digest);
   Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
-                uint64_t seed, bool with_digest, GpuRuntime::Event after);
+                uint64_t seed, bool with_digest);
 
   CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
-                         uint64_t seed, GpuRuntime::Event after);
+                         uint64_t seed);
   // Throws Error(kProtocol) for a chunk that is not what the plan expects, and writes nothing then.
   DecodedChunk unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                             const std::byte* wire, uint64_t bytes, uint64_t seed,
-                             GpuRuntime::Event after);
+                             const std::byte* wire, uint64_t bytes, uint64_t seed);
 
   // Zeroes memory on the device.
-  void zero(std::span<const Run> runs, GpuRuntime::Event after);
+  void zero(std::span<const Run> runs);
 
-  // Calls that are under way end within about a second.
+  // Packs that are under way end within about a second, even if that gives the device up.
   void hurry() { hurried_ = true; }
 
   int device() const { return device_; }
@@ -66,9 +65,10 @@ class GpuPacker {
  private:
   class Lease;
 
-  GpuRuntime::Function function(const std::string& name);
+  // The first that is for the device and has all kernels: one that lacks some would fail later.
+  void load(std::span<const CodeObject> code);
   Digest move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
-              uint64_t seed, bool with_digest, GpuRuntime::Event after);
+              uint64_t seed, bool with_digest);
   void launch_panels(const std::string& name, uint32_t groups, gpu::PanelLaunch launch,
                      GpuRuntime::Stream stream);
   void check_fits(uint64_t bytes) const;
@@ -77,9 +77,10 @@ class GpuPacker {
   const int device_;
   const size_t slot_bytes_;
   GpuRuntime::Module module_ = nullptr;
+  std::map<std::string, GpuRuntime::Function> functions_;
+  std::shared_ptr<const void> code_;  // a runtime may read it when a kernel is first launched
   std::mutex mutex_;
   const UniqueHere<std::condition_variable> freed_{new std::condition_variable};
-  std::map<std::string, GpuRuntime::Function> functions_;
   std::vector<std::unique_ptr<GpuLane>> lanes_;
   std::vector<GpuLane*> free_;
   bool given_up_ = false;

@@ -132,15 +132,6 @@ FAKE int cuMemFreeHost(void* address) {
     return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kPinned);
   });
 }
-FAKE int cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
-  return call("cuMemHostRegister",
-              [&] { return gpus().pin(reinterpret_cast<uintptr_t>(address), bytes); });
-}
-FAKE int cuMemHostUnregister(void* address) {
-  return call("cuMemHostUnregister", [&] {
-    return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kRegistered);
-  });
-}
 FAKE int cuMemGetHandleForAddressRange(void* handle, Address address, size_t bytes, int type,
                                        unsigned long long flags) {
   return call("cuMemGetHandleForAddressRange", [&] {
@@ -175,9 +166,6 @@ FAKE int cuThreadExchangeStreamCaptureMode(int* mode) {
     std::swap(*mode, FakeGpus::capture_mode());
     return Problem::kNone;
   });
-}
-FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned) {
-  return call("cuStreamWaitEvent", [&] { return gpus().wait(stream, event); });
 }
 FAKE int cuEventCreate(void** event, unsigned) {
   return call("cuEventCreate", [&] { return gpus().create_event(*event); });

@@ -134,6 +134,16 @@ void FakeGpus::hold(void* stream, bool held) {
   changed_.notify_all();
 }
 
+void FakeGpus::hold_device(int device, bool held) {
+  const std::lock_guard lock(mutex_);
+  if (held) {
+    held_devices_.insert(device);
+  } else {
+    held_devices_.erase(device);
+  }
+  changed_.notify_all();
+}
+
 Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base) {
   if (current().empty()) return Problem::kInvalidContext;
   if (bytes == 0) return Problem::kInvalidValue;
@@ -153,18 +163,9 @@ Problem FakeGpus::release(uintptr_t base, Kind kind) {
   const std::lock_guard lock(mutex_);
   const auto found = memory_.find(base);
   if (found == memory_.end() || found->second.kind != kind) return Problem::kInvalidValue;
-  if (kind != Kind::kRegistered) {
-    const size_t lead = lead_of(kind);
-    ::munmap(reinterpret_cast<void*>(base - lead), whole_pages(lead + found->second.bytes));
-  }
+  const size_t lead = lead_of(kind);
+  ::munmap(reinterpret_cast<void*>(base - lead), whole_pages(lead + found->second.bytes));
   memory_.erase(found);
-  return Problem::kNone;
-}
-
-Problem FakeGpus::pin(uintptr_t base, size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  if (current().empty()) return Problem::kInvalidContext;
-  memory_[base] = {Kind::kRegistered, current().back(), base, bytes};
   return Problem::kNone;
 }
 
@@ -247,21 +248,6 @@ Problem FakeGpus::record(void* event, void* stream) {
   on->work.emplace_back([this, event, number] {
     const auto known = events_.find(event);
     if (known != events_.end()) known->second.happened = number;
-    return true;
-  });
-  changed_.notify_all();
-  return Problem::kNone;
-}
-
-Problem FakeGpus::wait(void* stream, void* event) {
-  const std::lock_guard lock(mutex_);
-  const auto found = events_.find(event);
-  Stream* on = find_stream(stream);
-  if (found == events_.end() || on == nullptr) return Problem::kInvalidHandle;
-  const uint64_t number = found->second.recorded;
-  on->work.emplace_back([this, event, number] {
-    const auto known = events_.find(event);
-    return known == events_.end() || known->second.happened >= number;
   });
   changed_.notify_all();
   return Problem::kNone;
@@ -283,10 +269,7 @@ Problem FakeGpus::submit(void* stream, std::function<void()> work) {
   Stream* on = find_stream(stream);
   if (on == nullptr) return Problem::kInvalidHandle;
   if (captures_.contains(stream)) return Problem::kNone;  // for a graph, which nobody launches
-  on->work.emplace_back([work = std::move(work)] {
-    work();
-    return true;
-  });
+  on->work.push_back(std::move(work));
   changed_.notify_all();
   return Problem::kNone;
 }
@@ -342,7 +325,9 @@ void FakeGpus::run() {
   while (true) {
     std::vector<Stream*> busy;
     for (auto& [handle, stream] : streams_) {
-      if (!stream.work.empty() && !all_held_ && !held_.contains(handle)) busy.push_back(&stream);
+      const bool held =
+          all_held_ || held_.contains(handle) || held_devices_.contains(stream.device);
+      if (!stream.work.empty() && !held) busy.push_back(&stream);
     }
     if (busy.empty() || lost_) {
       changed_.wait(lock);
@@ -354,9 +339,9 @@ void FakeGpus::run() {
     }
     Stream& stream = *busy[random_() % busy.size()];
     open_memory(true);
-    const bool done = stream.work.front()();
+    stream.work.front()();
     open_memory(false);
-    if (done) stream.work.pop_front();
+    stream.work.pop_front();
     changed_.notify_all();
   }
 }
@@ -382,4 +367,7 @@ extern "C" __attribute__((visibility("default"))) void fake_gpu_lose_devices(int
 }
 extern "C" __attribute__((visibility("default"))) void fake_gpu_hold(void* stream, int held) {
   kvxfer::fake::FakeGpus::instance().hold(stream, held != 0);
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_hold_device(int device, int held) {
+  kvxfer::fake::FakeGpus::instance().hold_device(device, held != 0);
 }

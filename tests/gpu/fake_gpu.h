@@ -33,11 +33,10 @@ enum class Problem : uint8_t {
 
 // Devices whose memory is the host's, closed to everybody but their own work: who reads or writes
 // it directly gets a SIGSEGV, as with a real one. All work of all streams is done by one thread,
-// late, and in any order that streams and events allow. Nothing is checked that a real driver does
-// not check.
+// late, and in any order that streams allow. Nothing is checked that a real driver does not check.
 class FakeGpus {
  public:
-  enum class Kind : uint8_t { kDevice, kPinned, kRegistered };
+  enum class Kind : uint8_t { kDevice, kPinned };
   struct Memory {
     Kind kind = Kind::kDevice;
     int device = 0;
@@ -46,7 +45,7 @@ class FakeGpus {
   };
   struct Stream {
     int device = 0;
-    std::deque<std::function<bool()>> work;  // false: not yet
+    std::deque<std::function<void()>> work;
   };
   struct Event {
     int device = 0;
@@ -85,10 +84,11 @@ class FakeGpus {
   void lose_devices(bool lost);
   // Nothing that the stream was told happens until it is let go; null is all streams.
   void hold(void* stream, bool held);
+  // The same for all streams of a device.
+  void hold_device(int device, bool held);
 
   Problem allocate(Kind kind, size_t bytes, uintptr_t& base);
   Problem release(uintptr_t base, Kind kind);
-  Problem pin(uintptr_t base, size_t bytes);
   std::optional<Memory> find(uintptr_t address);
   // A descriptor of as many bytes, for dmabufs.
   Problem export_memory(uintptr_t base, size_t bytes, int& fd);
@@ -101,7 +101,6 @@ class FakeGpus {
   Problem create_event(void*& event);
   Problem destroy_event(void* event);
   Problem record(void* event, void* stream);
-  Problem wait(void* stream, void* event);
   Problem query(void* event);
   Problem submit(void* stream, std::function<void()> work);
   Problem launch(void* function, uint32_t groups_x, uint32_t groups_y, uint32_t threads,
@@ -136,6 +135,7 @@ class FakeGpus {
   bool lost_ = false;
   bool all_held_ = false;
   std::set<void*> held_;
+  std::set<int> held_devices_;
   uintptr_t next_handle_ = 0x1000;
 };
 

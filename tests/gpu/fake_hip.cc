@@ -124,15 +124,6 @@ FAKE int hipHostFree(void* address) {
     return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kPinned);
   });
 }
-FAKE int hipHostRegister(void* address, size_t bytes, unsigned) {
-  return call("hipHostRegister",
-              [&] { return gpus().pin(reinterpret_cast<uintptr_t>(address), bytes); });
-}
-FAKE int hipHostUnregister(void* address) {
-  return call("hipHostUnregister", [&] {
-    return gpus().release(reinterpret_cast<uintptr_t>(address), FakeGpus::Kind::kRegistered);
-  });
-}
 FAKE int hsa_amd_portable_export_dmabuf(const void* address, size_t bytes, int* fd,
                                         uint64_t* offset) {
   return call("hsa_amd_portable_export_dmabuf", [&] {
@@ -164,9 +155,6 @@ FAKE int hipThreadExchangeStreamCaptureMode(int* mode) {
     std::swap(*mode, FakeGpus::capture_mode());
     return Problem::kNone;
   });
-}
-FAKE int hipStreamWaitEvent(void* stream, void* event, unsigned) {
-  return call("hipStreamWaitEvent", [&] { return gpus().wait(stream, event); });
 }
 FAKE int hipEventCreateWithFlags(void** event, unsigned) {
   return call("hipEventCreateWithFlags", [&] { return gpus().create_event(*event); });

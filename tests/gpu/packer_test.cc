@@ -17,6 +17,7 @@
 #include "kvxfer/status.h"
 #include "pack/gpu_lane.h"
 #include "pack/gpu_packer.h"
+#include "pack/kernel_names.h"
 
 namespace kvxfer::gpu {
 namespace {
@@ -108,12 +109,10 @@ TEST_CASE("gpu packer: raw chunks are the host's, on either runtime, from severa
           const size_t bytes = cuts[i + 1] - cuts[i];
           AlignedBytes wire(bytes), expected(bytes);
           const bool digest = i % 3 != 0;
-          const Digest said =
-              packer.pack(device, cuts[i], cuts[i + 1], wire.data(), seed, digest, nullptr);
+          const Digest said = packer.pack(device, cuts[i], cuts[i + 1], wire.data(), seed, digest);
           if (said != pack(host, cuts[i], cuts[i + 1], expected.data(), seed, digest)) ++wrong;
           if (!(wire == expected)) ++wrong;
-          if (packer.unpack(device_to, cuts[i], cuts[i + 1], wire.data(), seed, digest, nullptr) !=
-              said) {
+          if (packer.unpack(device_to, cuts[i], cuts[i + 1], wire.data(), seed, digest) != said) {
             ++wrong;
           }
         }
@@ -130,7 +129,7 @@ TEST_CASE("gpu packer: raw chunks are the host's, on either runtime, from severa
       CHECK(to.read() == reference);
       std::vector<Run> tail;
       device_to.append_tail_runs(tail);
-      packer.zero(tail, nullptr);
+      packer.zero(tail);
       zero_tail(host_to);
       CHECK(to.read() == reference);
     }
@@ -166,15 +165,15 @@ TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
         const uint64_t most = host.most_bytes(cuts[i], cuts[i + 1]);
         AlignedBytes wire(most), expected(most);
         const CodedChunk chunk =
-            packer.pack_panels(device, cuts[i], cuts[i + 1], wire.data(), seed, nullptr);
+            packer.pack_panels(device, cuts[i], cuts[i + 1], wire.data(), seed);
         const CodedChunk said = pack_panels(host, cuts[i], cuts[i + 1], expected.data(), seed);
         CHECK(chunk.bytes == said.bytes);
         CHECK(chunk.exceptions == said.exceptions);
         CHECK(chunk.digest == said.digest);
         CHECK(wire == expected);
         exceptions += said.exceptions;
-        const DecodedChunk decoded = packer.unpack_panels(device_to, cuts[i], cuts[i + 1],
-                                                          wire.data(), chunk.bytes, seed, nullptr);
+        const DecodedChunk decoded =
+            packer.unpack_panels(device_to, cuts[i], cuts[i + 1], wire.data(), chunk.bytes, seed);
         CHECK(decoded.digest == said.digest);
         unpack_panels(host_to, cuts[i], cuts[i + 1], expected.data(), said.bytes, seed);
       }
@@ -182,44 +181,6 @@ TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
     }
   }
   CHECK(exceptions > 0);
-}
-
-TEST_CASE("gpu packer: kernels wait for the caller's event") {
-  const Rig rig(GpuVendor::kNvidia);
-  GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1, kLimit);
-  CacheShape shape;
-  shape.contents = {128};
-  Random random(1);
-  const Request request = random_request(random, shape);
-  AlignedBytes old(shape.bytes(), 1), fresh(shape.bytes(), 2);
-  const DeviceCache cache(rig.runtime(), old);
-  const CopyPlan device = request.plan(shape.layout(cache.data()));
-  const CopyPlan host = request.plan(shape.layout(fresh.data()));
-  const uint64_t bytes = device.wire_bytes();
-  AlignedBytes wire(bytes), expected(bytes);
-  pack(host, 0, bytes, expected.data(), 1);
-  int stale = 0;
-  // Without the event the order is chance: as often as it takes to see it go wrong.
-  for (int i = 0; i < 30 || (stale == 0 && i < 3000); ++i) {
-    const CurrentDevice current(rig.runtime(), 1);
-    const auto stream = rig.runtime().create_stream();
-    const auto event = rig.runtime().create_event();
-    const auto write = [&](const AlignedBytes& from) {
-      rig.runtime().copy(cache.data(), from.data(), from.size(), stream);
-      rig.runtime().record(event, stream);
-    };
-    write(old);
-    wait_for(rig.runtime(), event);
-    write(fresh);
-    const bool waits = i % 2 == 0;
-    packer.pack(device, 0, bytes, wire.data(), 1, true, waits ? event : nullptr);
-    if (waits) CHECK(wire == expected);
-    if (!waits && !(wire == expected)) ++stale;
-    wait_for(rig.runtime(), event);
-    rig.runtime().destroy_event(event);
-    rig.runtime().destroy_stream(stream);
-  }
-  CHECK(stale > 0);  // or the rig would not notice a missing event
 }
 
 TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call works") {
@@ -249,21 +210,71 @@ TEST_CASE("gpu packer: what fails is named, costs nothing, and the next call wor
     for (const char* call : calls) {
       CAPTURE(call);
       rig.library.fail(call);
-      CHECK_THROWS_AS(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr),
-                      Error);
+      CHECK_THROWS_AS(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true), Error);
       AlignedBytes expected(plan.wire_bytes());
       const CopyPlan host = request.plan(shape.layout(memory.data()));
       const Digest digest = pack(host, 0, plan.wire_bytes(), expected.data(), 1);
-      CHECK(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr) == digest);
+      CHECK(packer.pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true) == digest);
       CHECK(wire == expected);
     }
-    CHECK_THROWS_AS(packer.pack(plan, 0, kSlot + 64, wire.data(), 1, true, nullptr), Error);
+    CHECK_THROWS_AS(packer.pack(plan, 0, kSlot + 64, wire.data(), 1, true), Error);
     const std::array<CodeObject, 1> other = {CodeObject{"gfx000", "code of another device", {}}};
     CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, other, kSlot, 1, kLimit),
                          doctest::Contains("gfx000"), Error);
     CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, {}, kSlot, 1, kLimit),
                          doctest::Contains("no compiler"), Error);
+    const char* const lookup = cuda ? "cuModuleGetFunction" : "hipModuleGetFunction";
+    rig.library.fail(lookup, static_cast<unsigned>(gpu_kernel_names().size()) - 1);
+    CHECK_THROWS_WITH_AS(GpuPacker(rig.runtime(), 1, rig.code, kSlot, 1, kLimit),
+                         doctest::Contains(lookup), Error);
   }
+}
+
+TEST_CASE("gpu packer: code stays as long as a kernel may be loaded from it") {
+  const Rig rig(GpuVendor::kNvidia);
+  auto owner = std::make_shared<const std::string>("fake code");
+  const std::weak_ptr<const std::string> watched = owner;
+  auto code = std::vector{CodeObject{"fake", owner->data(), owner}};
+  auto packer = std::make_unique<GpuPacker>(rig.runtime(), 1, code, kSlot, 1, kLimit);
+  owner.reset();
+  code.clear();
+  CHECK(!watched.expired());
+  packer.reset();
+  CHECK(watched.expired());
+}
+
+TEST_CASE(
+    "gpu packer: who hurries gives up what reads the cache, and waits for what writes there") {
+  Rig rig(GpuVendor::kNvidia);
+  CacheShape shape;
+  shape.contents = {128};
+  Random random(1);
+  const Request request = random_request(random, shape);
+  AlignedBytes memory(shape.bytes());
+  fill_random(random, memory.data(), memory.size());
+  const DeviceCache from(rig.runtime(), memory), to(rig.runtime(), AlignedBytes(shape.bytes()));
+  const CopyPlan plan = request.plan(shape.layout(from.data()));
+  const CopyPlan target = request.plan(shape.layout(to.data()));
+  const uint64_t bytes = plan.wire_bytes();
+  AlignedBytes wire(bytes), late(bytes);
+  // Never destroyed: what a device that was given up may still use is left to it.
+  static auto* packer = new GpuPacker(rig.runtime(), 1, rig.code, kSlot, 2, kLimit);
+  rig.before += 2 * 6 + 1;
+  const Digest digest = packer->pack(plan, 0, bytes, wire.data(), 1, true);
+  rig.library.hold(true);
+  std::atomic<bool> unpacked = false;
+  std::thread writes([&] {
+    CHECK(packer->unpack(target, 0, bytes, wire.data(), 1, true) == digest);
+    unpacked = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has its lane
+  packer->hurry();
+  CHECK_THROWS_WITH_AS(packer->pack(plan, 0, bytes, late.data(), 1, true),
+                       doctest::Contains("or a second of the end"), Error);
+  CHECK(!unpacked);
+  rig.library.hold(false);
+  writes.join();
+  CHECK(unpacked);
 }
 
 TEST_CASE("gpu packer: a lane that found no memory for larger tables keeps those it has") {
@@ -329,7 +340,7 @@ TEST_CASE("gpu packer: a graph that is captured meanwhile is not disturbed") {
     pack(request.plan(shape.layout(memory.data())), 0, bytes, expected.data(), 1);
     const auto work = [&] {
       GpuPacker packer(runtime, 1, rig.code, kSlot, 1, kLimit);
-      packer.pack(plan, 0, bytes, wire.data(), 1, true, nullptr);
+      packer.pack(plan, 0, bytes, wire.data(), 1, true);
       const GpuEvent event(rig.search.runtime, 1, stream);
       while (!event.happened()) std::this_thread::sleep_for(std::chrono::microseconds(20));
     };
@@ -384,7 +395,7 @@ TEST_CASE("gpu packer: a forked child destroys what its parent's threads wait fo
   const auto work = [&] {
     AlignedBytes wire(plan.wire_bytes());
     ++begun;
-    packer->pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true, nullptr);
+    packer->pack(plan, 0, plan.wire_bytes(), wire.data(), 1, true);
   };
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) threads.emplace_back(work);
