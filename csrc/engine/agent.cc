@@ -56,10 +56,10 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   if (on_gpu) {
     cache->place = find_gpu(layout);
     cache->gpu = core.gpus.get(*cache->place, core.options);
+    core.gpu_gate.start();
   }
   Guard guard(core);
   core.check_open();
-  if (on_gpu && !core.gpu_pool) core.gpu_pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu");
   if (!on_gpu && !core.registrar && core.options.path != Path::kStaged) {
     core.registrar = std::make_shared<ThreadPool>(1, "kvx-pin");
   }
@@ -212,7 +212,7 @@ void Agent::close() {
   core.gpu_gate.stop();
   core.gpus.hurry();
   core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
-  if (core.gpu_pool) core.gpu_pool->stop();
+  core.gpus.close();
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   if (core.registrar) core.registrar->stop();

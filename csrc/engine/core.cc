@@ -69,7 +69,7 @@ Guard::~Guard() {
 
 void run_job(AgentCore& core, const Cache& cache, uint64_t bytes, std::function<void()> job) {
   if (cache.gpu) {
-    core.gpu_pool->submit(std::move(job));
+    cache.gpu->pool->submit(std::move(job));
   } else if (bytes <= core.options.inline_bytes && core.io->control()->in_loop()) {
     core.deferred.push_back(std::move(job));
   } else {

@@ -12,6 +12,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -252,7 +253,8 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
 
 // Producer: whose turn it is to have chunks sent: a peer's with what goes direct, and with the
 // rest, which may have to wait for staging memory.
-using Turn = std::pair<Peer*, bool>;
+// Those of a GPU take turns of their own, for one that is slow holds up nobody else.
+using Turn = std::tuple<Peer*, bool, GpuDevice*>;
 
 // A chunk that a link is still reading.
 struct Writing {
@@ -314,7 +316,6 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
 
   const std::unique_ptr<ThreadPool> pool;
   GpuDevices gpus;                        // needs no mutex
-  std::unique_ptr<ThreadPool> gpu_pool;   // waits for GPUs; made with the first cache on one
   GpuGate gpu_gate;                       // needs no mutex
   std::shared_ptr<ThreadPool> registrar;  // pins and unpins caches; made with the first cache
   const std::unique_ptr<IoThreads> io;    // its control loop is the progress thread
@@ -348,10 +349,12 @@ void run_job(AgentCore& core, const Cache& cache, uint64_t bytes, std::function<
 
 // gpu_device.cc
 // What a stream still has to do before the memory of a cache may be read or written: null where
-// that is nothing. Throws Error(kInvalid) for a stream where the cache is in the host's memory, and
-// where memory of the cache was freed. Not with the mutex held.
-std::shared_ptr<GpuEvent> stream_event(AgentCore& core, CacheId cache, void* stream);
+// that is nothing. Throws Error(kInvalid) for a stream where the cache is in the host's memory. Not
+// with the mutex held.
 std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream);
+// The same for an offer or a fetch that begins, or null while it is not `ready`. Throws
+// Error(kInvalid) where memory of the cache was freed, too.
+std::shared_ptr<GpuEvent> first_event(AgentCore& core, CacheId cache, void* stream, bool ready);
 
 // offers.cc
 void end_offer(AgentCore& core, const std::shared_ptr<OfferState>& offer, Status outcome);

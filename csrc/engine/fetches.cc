@@ -101,7 +101,7 @@ void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
 Fetch Agent::fetch(const FetchSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
-  const auto event = stream_event(core, spec.cache, spec.stream);
+  const auto event = first_event(core, spec.cache, spec.stream, /*ready=*/true);
   Guard guard(core);
   core.check_open();
   const auto invalid = [&](const std::string& what) -> Error {

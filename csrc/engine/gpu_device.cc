@@ -87,26 +87,47 @@ void check_allocations(const GpuPlace& place) {
 }
 
 std::shared_ptr<GpuDevice> GpuDevices::get(const GpuPlace& place, const AgentOptions& options) {
-  const std::lock_guard lock(mutex_);
-  auto& known = devices_[{place.runtime->vendor(), place.device}];
-  if (!known) {
-    auto device = std::make_shared<GpuDevice>();
-    device->runtime = place.runtime;
-    const auto limit =
-        std::chrono::duration_cast<Duration>(std::chrono::duration<double>(options.gpu_timeout));
-    device->packer = std::make_unique<GpuPacker>(*place.runtime, place.device,
-                                                 code_objects(place.runtime->vendor()),
-                                                 options.slot_bytes, kGpuLanes, limit);
-    known = std::move(device);
+  const std::pair key(place.runtime->vendor(), place.device);
+  const auto check_open = [&] {
+    if (closed_) throw Error(StatusCode::kClosed, "agent '" + options.name + "' is closed");
+  };
+  const std::lock_guard making(making_);
+  {
+    const std::lock_guard lock(mutex_);
+    check_open();
+    if (const auto known = devices_.find(key); known != devices_.end()) return known->second;
   }
-  return known;
+  auto device = std::make_shared<GpuDevice>();
+  device->runtime = place.runtime;
+  const auto limit =
+      std::chrono::duration_cast<Duration>(std::chrono::duration<double>(options.gpu_timeout));
+  device->packer = std::make_unique<GpuPacker>(*place.runtime, place.device,
+                                               code_objects(place.runtime->vendor()),
+                                               options.slot_bytes, kGpuLanes, limit);
+  device->pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu" + std::to_string(place.device));
+  const std::lock_guard lock(mutex_);
+  check_open();
+  devices_[key] = device;
+  return device;
 }
 
 void GpuDevices::hurry() {
   const std::lock_guard lock(mutex_);
   for (const auto& [key, device] : devices_) {
-    if (device) device->packer->hurry();
+    device->packer->hurry();
   }
+}
+
+void GpuDevices::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (const auto& [key, device] : devices_) {
+    device->pool->stop();
+  }
+  for (const auto& [key, device] : devices_) {
+    device->packer.reset();
+  }
+  devices_.clear();
 }
 
 std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {
@@ -115,12 +136,11 @@ std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {
     throw Error(StatusCode::kInvalid,
                 "a stream was given, but the cache is in the host's memory: leave it out");
   }
-  check_allocations(*cache.place);
   auto event = std::make_shared<GpuEvent>(cache.place->runtime, cache.place->device, stream);
   return event->happened() ? nullptr : event;
 }
 
-std::shared_ptr<GpuEvent> stream_event(AgentCore& core, CacheId cache, void* stream) {
+std::shared_ptr<GpuEvent> first_event(AgentCore& core, CacheId cache, void* stream, bool ready) {
   std::shared_ptr<Cache> found;
   {
     const Guard guard(core);
@@ -128,7 +148,8 @@ std::shared_ptr<GpuEvent> stream_event(AgentCore& core, CacheId cache, void* str
     if (known == core.caches.end()) return nullptr;  // which is said where it is used
     found = known->second;
   }
-  return stream_event(*found, stream);
+  if (found->place) check_allocations(*found->place);
+  return ready ? stream_event(*found, stream) : nullptr;
 }
 
 }  // namespace kvxfer

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/thread_pool.h"
 #include "device/gpu_event.h"
 #include "device/gpu_runtime.h"
 #include "kvxfer/agent.h"
@@ -18,7 +19,9 @@ namespace kvxfer {
 // A GPU that holds caches of an agent, and what packs and unpacks them.
 struct GpuDevice {
   std::shared_ptr<GpuRuntime> runtime;
-  std::unique_ptr<GpuPacker> packer;
+  std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
+  std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
+  uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
 };
 
 // Where a cache on a GPU lies.
@@ -39,13 +42,19 @@ void check_allocations(const GpuPlace& place);
 // The devices of an agent. Thread-safe.
 class GpuDevices {
  public:
-  // The device of a place, made ready at the first call. Throws Error(kNoResources).
+  // The device of a place, made ready at the first call, which may take seconds. Throws
+  // Error(kNoResources), and Error(kClosed) after close().
   std::shared_ptr<GpuDevice> get(const GpuPlace& place, const AgentOptions& options);
-  // What is under way ends within about a second.
+  // Packs that are under way end within about a second.
   void hurry();
+  // Runs what is queued to the end, then gives back the devices' memory. No job may use a packer
+  // afterwards. Idempotent.
+  void close();
 
  private:
+  std::mutex making_;  // before the other, which close() must not wait for
   std::mutex mutex_;
+  bool closed_ = false;
   std::map<std::pair<GpuVendor, int>, std::shared_ptr<GpuDevice>> devices_;
 };
 

@@ -1,5 +1,6 @@
 #include "engine/gpu_gate.h"
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -9,16 +10,20 @@
 namespace kvxfer {
 namespace {
 
-// Far less than a chunk takes, and two thousandths of a core.
-constexpr std::chrono::microseconds kRest(100);
+constexpr Duration kSoonest = std::chrono::microseconds(20), kLatest = std::chrono::milliseconds(1);
 
 }  // namespace
+
+void GpuGate::start() {
+  const std::lock_guard lock(mutex_);
+  if (stopped_ || thread_) return;
+  thread_ = std::make_unique<Thread>("kvx-gpu-gate", [this] { run(); });
+}
 
 void GpuGate::wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened opened) {
   const std::lock_guard lock(mutex_);
   if (stopped_) return;
-  added_.push_back({std::move(event), deadline, std::move(opened)});
-  if (!thread_) thread_ = std::make_unique<Thread>("kvx-gpu-gate", [this] { run(); });
+  added_.push_back({std::move(event), deadline, std::move(opened), Clock::now()});
   changed_->notify_one();
 }
 
@@ -36,11 +41,13 @@ void GpuGate::stop() {
 void GpuGate::run() {
   std::vector<Waiting> waiting;
   std::unique_lock lock(mutex_);
+  const auto woken = [&] { return stopped_ || !added_.empty(); };
   while (!stopped_) {
     if (waiting.empty()) {
-      changed_->wait(lock, [&] { return stopped_ || !added_.empty(); });
+      changed_->wait(lock, woken);
     } else {
-      changed_->wait_for(lock, kRest, [&] { return stopped_; });
+      const Duration age = Clock::now() - waiting.back().since;  // in the order of wait()
+      changed_->wait_for(lock, std::clamp(age / 8, kSoonest, kLatest), woken);
     }
     if (stopped_) return;
     std::move(added_.begin(), added_.end(), std::back_inserter(waiting));

@@ -15,7 +15,10 @@
 
 namespace kvxfer {
 
-// Waits for events of GPUs on a thread of its own, which sleeps when there are none. Thread-safe.
+// Waits for events of GPUs on a thread of its own, which sleeps when there are none. It asks for
+// them, as a callback in the stream would hold up the engine's work there: first every 20 us, then
+// after an eighth of the time that the youngest has waited, up to a millisecond. That costs less
+// than a hundredth of a core for one stream. Thread-safe.
 class GpuGate {
  public:
   // Gets "" once the event has happened, else why it is not waited for any more. Must not throw.
@@ -23,6 +26,8 @@ class GpuGate {
 
   ~GpuGate() { stop(); }
 
+  // Starts the thread, which wait() needs. Idempotent. Throws Error(kNoResources).
+  void start();
   // Calls `opened` later, on the gate's thread, by `deadline` at the latest. After stop(), never.
   void wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened opened);
   // Forgets what is waited for, and joins the thread. Idempotent. In a forked child it does
@@ -34,6 +39,7 @@ class GpuGate {
     std::shared_ptr<GpuEvent> event;
     TimePoint deadline;
     Opened opened;
+    TimePoint since;
   };
 
   void run();

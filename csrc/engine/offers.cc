@@ -145,7 +145,7 @@ void release_if_unread(AgentCore& core, OfferState& offer) {
 Offer Agent::offer(const OfferSpec& spec) {
   AgentCore& core = *core_;
   core.check_fork();
-  const auto event = spec.ready ? stream_event(core, spec.cache, spec.stream) : nullptr;
+  const auto event = first_event(core, spec.cache, spec.stream, spec.ready);
   Guard guard(core);
   core.check_open();
   const auto cache = core.caches.find(spec.cache);

@@ -10,13 +10,21 @@ namespace {
 
 bool is_staged(const Peer& peer) { return peer.link->mapped_arena().empty(); }
 
-// Whether a chunk can be packed now. If it has to be staged, not when all slots are taken, or when
-// the peer has its share: a consumer that reads slowly must not hold up the others.
+// Whether a chunk can be packed now. There is one more than there are workers, so that a worker
+// that is done finds the next chunk waiting. If it has to be staged, not when all slots are taken,
+// or when the peer has its share: a consumer that reads slowly must not hold up the others.
 bool has_room(const AgentCore& core, const Turn& turn) {
-  const auto& [owner, direct] = turn;
+  const auto& [owner, direct, gpu] = turn;
   const Peer& peer = *owner;
+  if (gpu != nullptr ? gpu->packing > kGpuLanes : core.packing > core.options.threads) return false;
   if (direct || !is_staged(peer)) return true;
   return core.staged < core.staging->num_slots() && peer.staged < core.staging->num_slots() / 2;
+}
+
+// Of those that share threads with this one.
+uint32_t& packing(AgentCore& core, const Serve& serve) {
+  GpuDevice* gpu = serve.offer->cache->gpu.get();
+  return gpu != nullptr ? gpu->packing : core.packing;
 }
 
 void unreserve_staging(AgentCore& core, Peer& peer) {
@@ -68,7 +76,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
   uint64_t token = 0;
   {
     Guard guard(core);
-    --core.packing;
+    --packing(core, *serve);
     --serve->offer->reading;
     if (failure) {
       refuse(core, serve, {StatusCode::kNoResources, *failure});
@@ -101,13 +109,9 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 }  // namespace
 
 void start_packs(AgentCore& core) {
-  // One more than there are workers, so that a worker that is done finds the next chunk waiting.
-  const uint32_t limit =
-      core.options.threads + 1 + (core.gpu_pool ? static_cast<uint32_t>(core.gpu_pool->size()) : 0);
-  while (core.packing < limit) {
-    // Who waits for staging is passed over: on_written() comes back here.
-    const auto next = core.serve_queue.pop([&](const Turn& turn) { return has_room(core, turn); });
-    if (!next) return;
+  // Who waits for staging is passed over: on_written() comes back here.
+  while (const auto next =
+             core.serve_queue.pop([&](const Turn& turn) { return has_room(core, turn); })) {
     const auto& serve = *next;
     serve->queued = false;
     if (serve->ended || serve->ready.empty() || serve->credits.empty()) continue;
@@ -125,7 +129,7 @@ void start_packs(AgentCore& core) {
     serve->credits.pop_front();
     ++serve->in_flight;
     ++serve->offer->reading;
-    ++core.packing;
+    ++packing(core, *serve);
     queue_serve(core, serve);
     run_job(core, *serve->offer->cache, serve->plan->memory_bytes(chunk),
             [&core, serve = serve, chunk, slot, staged, direct] {

@@ -99,7 +99,8 @@ void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve) {
 void queue_serve(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->queued || serve->ended || serve->ready.empty() || serve->credits.empty()) return;
   serve->queued = true;
-  core.serve_queue.push({serve->peer.get(), serve->direct.has_value()}, serve);
+  core.serve_queue.push(
+      {serve->peer.get(), serve->direct.has_value(), serve->offer->cache->gpu.get()}, serve);
 }
 
 void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {

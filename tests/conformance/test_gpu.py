@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -318,6 +319,34 @@ def test_a_lost_device_leaves_other_caches_alone(gpus: Gpus) -> None:
         offer.release()
 
 
+def test_a_device_that_hangs_holds_up_no_other_cache(gpus: Gpus) -> None:
+    with (
+        pair("loopback", chunk_bytes=4096) as (prefill, decode),
+        made(SIDE, 0, seed=1) as stuck,
+        made(SIDE, 1, seed=2) as other,
+        made(OTHER, 1) as target,
+    ):
+        host, first, last = Paged(SIDE, seed=3), Paged(OTHER), Paged(OTHER)
+        for agent, caches in (prefill, [stuck, other, host]), (decode, [target, first, last]):
+            for paged in caches:
+                agent.register(paged.cache)
+        sides = ((stuck, first), (other, target), (host, last))
+        offers = [prefill.offer(source.cache, BLOCKS, TOKENS) for source, _ in sides]
+        gpus.wait(0, 0)
+        with gpus.held_device(0):
+            fetches = [
+                decode.fetch(offer.ticket, to.cache, OTHER_BLOCKS, timeout=LONG)
+                for offer, (_, to) in zip(offers, sides, strict=True)
+            ]
+            for fetch in fetches[1:]:
+                fetch.wait()
+            assert not fetches[0].done
+        fetches[0].wait()
+        assert fetches[0].report.chunks > 13  # more than may wait for all pools together
+        for source, to in sides:
+            assert look(to).same_as(expected(source))
+
+
 def test_caches_that_cannot_be_registered(gpus: Gpus) -> None:
     with pair("loopback") as (prefill, _):
         one, other = GpuPaged(SIDE, 0), GpuPaged(SIDE, 1)
@@ -355,6 +384,14 @@ def test_without_kernels_for_the_device(
             prefill.register(source.cache)
 
 
+def test_a_kernel_that_is_missing_is_said_at_once(gpus: Gpus) -> None:
+    with pair("loopback") as (prefill, _), made(SIDE, 0) as source:
+        gpus.fail("cuModuleGetFunction", 7)
+        with pytest.raises(kvxfer.ResourceError, match="no kernels .*GetFunction of kvxfer_"):
+            prefill.register(source.cache)
+        prefill.register(source.cache)
+
+
 def test_nothing_waits_for_a_driver_that_is_slow_to_start(gpus: Gpus) -> None:
     with (
         pair("loopback") as (prefill, decode),
@@ -374,6 +411,50 @@ def test_nothing_waits_for_a_driver_that_is_slow_to_start(gpus: Gpus) -> None:
         registering.join(LONG)
         assert target.same_as(expected(source))
         prefill.unregister(slow.cache)
+
+
+def test_layers_are_marked_without_looking_for_their_memory_again(gpus: Gpus) -> None:
+    with pair("loopback") as (prefill, _), made(SIDE, 0) as source:
+        prefill.register(source.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS, ready=False)
+        asked = gpus.calls("cuPointerGetAttributes")
+        offer.mark_all_ready()
+        assert gpus.calls("cuPointerGetAttributes") == asked
+        offer.release()
+        source.free()
+        with pytest.raises(kvxfer.InvalidError, match="was freed"):
+            prefill.offer(source.cache, BLOCKS, TOKENS, ready=False)
+        source.memory = []
+
+
+def test_a_stream_that_takes_its_time_is_asked_ever_more_rarely(gpus: Gpus) -> None:
+    with pair("loopback") as (prefill, _), made(SIDE, 0) as source, gpus.stream(0) as stream:
+        assert isinstance(source, GpuPaged)
+        prefill.register(source.cache)
+        with gpus.held(stream):
+            source.upload(stream)
+            before = gpus.calls("cuEventQuery")
+            began = time.monotonic()
+            offer = prefill.offer(source.cache, BLOCKS, TOKENS, stream=stream)
+            time.sleep(0.3)
+            asked = gpus.calls("cuEventQuery") - before
+            assert 2 < asked < 100 + 1000 * (time.monotonic() - began)  # about 340
+        offer.release()
+
+
+def test_close_gives_back_the_memory_of_devices(gpus: Gpus) -> None:
+    source = GpuPaged(SIDE, 0, seed=1)
+    before = gpus.open_handles()
+    with pair("loopback") as (prefill, decode):
+        target = Paged(OTHER)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS)
+        decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+        assert gpus.open_handles() > before
+    assert gpus.open_handles() == before
+    assert offer.released  # which holds the cache
+    source.free()
 
 
 def test_streams_are_taken_from_what_libraries_pass_around(gpus: Gpus) -> None:

@@ -406,6 +406,7 @@ TEST_CASE("gpu packer: a forked child destroys what its parent's threads wait fo
   for (std::thread& thread : threads) thread.join();
 
   auto gate = std::make_unique<GpuGate>();
+  gate->start();
   std::atomic<bool> opened = false;
   const auto event = std::make_shared<GpuEvent>(rig.search.runtime, 1, nullptr);
   gate->wait(event, Clock::now() + kLimit, [&](const std::string& failure) {

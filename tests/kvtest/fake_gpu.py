@@ -107,6 +107,15 @@ class Gpus:
             self.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
 
     @contextlib.contextmanager
+    def held_device(self, device: int) -> Iterator[None]:
+        """Let nothing happen on a device."""
+        self._library.fake_gpu_hold_device(device, 1)
+        try:
+            yield
+        finally:
+            self._library.fake_gpu_hold_device(device, 0)
+
+    @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
         self._library.fake_gpu_lose_devices(1)
         try:
