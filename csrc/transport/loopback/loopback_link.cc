@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <random>
 #include <utility>
@@ -84,10 +86,13 @@ class LoopbackLink final : public LinkBase {
       return;
     }
     if (const auto peer = peer_.lock(); peer && !dice_.roll(dice_.faults().drop_write)) {
-      auto write = std::make_shared<Write>();
-      write->bytes.assign(source.begin(), source.end());
-      write->notice.assign(notice.begin(), notice.end());
-      write->offset = offset;
+      auto write = copy(source, offset, notice);
+      if (!write) {
+        sink().on_written(*this, token, false);
+        leave();
+        fail("there was no memory for a copy of " + std::to_string(source.size()) + " bytes");
+        return;
+      }
       launch(*peer, std::move(write));
     }
     sink().on_written(*this, token, true);
@@ -119,6 +124,17 @@ class LoopbackLink final : public LinkBase {
     Bytes notice;
     uint64_t offset = 0;
   };
+
+  // Null where memory is short: who writes is a packing thread, on which nobody catches.
+  static std::shared_ptr<Write> copy(std::span<const std::byte> source, uint64_t offset,
+                                     std::span<const std::byte> notice) {
+    try {
+      return std::make_shared<Write>(
+          Write{{source.begin(), source.end()}, {notice.begin(), notice.end()}, offset});
+    } catch (const std::bad_alloc&) {
+      return nullptr;
+    }
+  }
 
   // A message from the peer. Those that come before start() wait for it.
   void arrive(Bytes message) {
