@@ -16,6 +16,9 @@ from kvtest import codec_model
 from kvtest.caches import POISON, Geometry, Paged
 from kvtest.coded import Coding, deliver_coded
 
+# numpy loads it at first use, and memory may be short then.
+np.random.default_rng(0)
+
 _GARBAGE = 0x5A  # of blocks that were given back: what another request would have written there
 
 

@@ -132,6 +132,7 @@ def flip(agent: kvxfer.Agent, seconds: float) -> None:
         draw = random.Random(size)
         end = time.monotonic() + seconds
         with (
+            contextlib.suppress(OSError),  # memory is short at the moment
             os.fdopen(descriptor, "r+b", buffering=0) as file,
             mmap.mmap(file.fileno(), size) as arena,
         ):
