@@ -80,7 +80,10 @@ class Worker:
         self._on_gpu = False
         # Each of a step's micro-batches writes a part of a layer.
         self._whole_layers = not parallel.use_ubatching
-        self._idle = False  # whether this step computes nothing
+        # Ranks of other replicas wait for this one's steps, and for its empty ones as well.
+        self._rests = parallel.data_parallel_size == 1
+        self._in_flight: int = vllm_config.max_concurrent_batches  # steps, at most
+        self._idle = 0  # how many steps, to the last, have computed nothing
         self._to_load: list[LoadOrder] = []
         self._ranks: dict[str, Ranks] = {}
         self._loads: dict[str, _Load] = {}
@@ -123,7 +126,7 @@ class Worker:
         # A rank of vLLM's V1 runner that is not the last of its pipeline doesn't hear of a step's
         # end where there are drafts. What it launched is before this on the stream.
         self.step_written()
-        self._idle = orders.idle
+        self._idle = self._idle + 1 if orders.idle else 0
         if orders.load or orders.hold:
             self._resting = time.monotonic()
         for key, ranks in orders.ranks.items():
@@ -204,10 +207,13 @@ class Worker:
     def _rest(self) -> None:
         """Wait a moment for the next end, where vLLM would look again a millisecond later.
 
-        The longer it has been so the longer, as a new request has to wait as well.
+        The longer it has been so the longer, as a new request has to wait as well. So would the
+        results of a step that is under way behind which empty ones were scheduled.
         """
+        if not self._rests or self._idle < self._in_flight:
+            return
         waits = self._by_fetch or any(send.held for send in self._sends.values())
-        if not self._idle or not waits or self._results.loaded or self._results.sent:
+        if not waits or self._results.loaded or self._results.sent:
             return
         least, most = _REST
         self._ends.poll(1e3 * min(most, max(least, (time.monotonic() - self._resting) / 20)))

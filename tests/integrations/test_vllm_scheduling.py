@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,3 +278,35 @@ def test_only_steps_without_tokens_may_rest(engine: Callable[..., Any], pair: An
     d.add(pair.prompt(3), max_tokens=1)
     d.step()
     assert [orders.idle for orders in idle] == [True, False]
+
+
+@pytest.mark.parametrize(("in_flight", "replicas"), [(1, 1), (2, 1), (3, 1), (1, 2)])
+def test_when_a_worker_rests(
+    engine: Callable[..., Any],
+    pair: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    in_flight: int,
+    replicas: int,
+) -> None:
+    """Not while a step may be under way, and not where other replicas wait for its steps."""
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", in_flight)
+    p = engine("kv_producer", extra={"lease": 1000}, dp=replicas)
+    name, _ = pair.prefill(p, pair.prompt(100))
+    worker, rests = p.worker.worker, []
+    monkeypatch.setattr(worker, "_ends", SimpleNamespace(poll=rests.append))
+    counts = []
+    for _ in range(4):
+        p.step()
+        counts.append(len(rests))
+    p.add(pair.prompt(3), max_tokens=1)
+    p.step()
+    p.step()
+    counts.append(len(rests))
+    never = replicas > 1
+    first = [0 if never else max(0, step + 2 - in_flight) for step in range(4)]
+    assert counts == [*first, first[-1] + (in_flight == 1 and not never)]
+    for offer in worker._sends[name].offers:
+        offer.release()
+    pair.settle(p)

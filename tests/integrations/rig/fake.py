@@ -160,6 +160,7 @@ class Engine:
         windows: tuple[int | None, ...] = (None,),
         tp: int = 1,
         pp: int = 1,
+        dp: int = 1,
         numbers: Numbers = Numbers(),  # noqa: B008 - it is frozen
         lookahead: int = 0,
         engine_id: str | None = None,
@@ -200,6 +201,7 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.config.parallel_config.tensor_parallel_size = tp
         self.config.parallel_config.pipeline_parallel_size = pp
+        self.config.parallel_config.data_parallel_size = dp
         self.block_size, self.windows, self.numbers = block_size, windows, numbers
         self.layers = [
             [f"model.layers.{group * LAYERS + layer}.attn" for layer in range(LAYERS)]
