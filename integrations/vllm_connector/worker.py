@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -148,8 +148,7 @@ class Worker:
             # while this step computes.
             self.start_loads()
         for request in orders.cancel:
-            if request in self._loads:
-                self._give_up(self._loads[request], ("cancelled", "the request was aborted"))
+            self._cancel(request)
         for key, ticket in orders.decline:
             self._decline(key, ticket)
         for ticket in orders.renew:
@@ -314,6 +313,15 @@ class Worker:
             self._by_fetch[fetch] = load
         if not load.running:
             self._load_ended(load)
+
+    def _cancel(self, request: str) -> None:
+        why = "cancelled", "the request was aborted"
+        if request in self._loads:
+            self._give_up(self._loads[request], why)
+        self._to_load = [
+            replace(load, refused=load.refused or why) if load.request == request else load
+            for load in self._to_load
+        ]
 
     def _give_up(self, load: _Load, failure: Refusal) -> None:
         load.failure = load.failure or failure

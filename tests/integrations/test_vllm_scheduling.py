@@ -280,6 +280,24 @@ def test_only_steps_without_tokens_may_rest(engine: Callable[..., Any], pair: An
     assert [orders.idle for orders in idle] == [True, False]
 
 
+def test_aborted_before_its_load_was_started(
+    engine: Callable[..., Any], pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a load starts behind the forward: here that does not come to it in its step."""
+    p = engine("kv_producer", extra={"lease": 1000})
+    d = engine("kv_consumer", extra={"load_timeout": 1000})
+    _, params = pair.prefill(p, pair.prompt(100))
+    monkeypatch.setattr(d.worker.worker, "_on_gpu", True)
+    name = d.add(pair.prompt(100), params=params)
+    with monkeypatch.context() as patch:
+        patch.setattr(d.worker, "start_load_kv", lambda _: None)
+        d.step()
+    d.abort(name)
+    pair.settle(d, p)
+    assert d.stats["failures"] == {"cancelled": 1}
+    assert d.stats["declined"] == 1
+
+
 @pytest.mark.parametrize(("in_flight", "replicas"), [(1, 1), (2, 1), (3, 1), (1, 2)])
 def test_when_a_worker_rests(
     engine: Callable[..., Any],
