@@ -178,6 +178,7 @@ def test_keys_come_with_the_first_fetch_and_go_with_the_cache() -> None:
             offer = prefill.offer(source.cache, range(32), TOKENS)
             fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
             fetch.wait(LONG)
+            offer.wait(LONG)  # the producer hears of the end a little later
             assert fetch.report.path == "direct"
             assert target.same_as(source)
             keys = fake_verbs.remote_keys() - arena
