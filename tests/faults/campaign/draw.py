@@ -223,7 +223,10 @@ class _Drawing:
         return [("crawl", {"agent": self.anyone(), "seconds": 1.0})]
 
     def limit(self) -> list[tuple[str, dict[str, Any]]]:
-        what = self.draw.choice(["descriptors", "memory", "threads", "disk"])
+        shortages = ["descriptors", "memory", "threads", "disk"]
+        if self.transport in ucx.LANES:
+            shortages = ["threads", "disk"]  # UCX itself ends a process that is short of the others
+        what = self.draw.choice(shortages)
         return [("limit", {"agent": self.anyone(), "what": what, "seconds": 0.3})]
 
     def strike(self) -> list[tuple[str, dict[str, Any]]]:

@@ -123,14 +123,25 @@ class Rest:
                 continue
             # The direct path registers a cache when it is first used, and keeps that.
             direct = any(dict(plan.knobs).get("path") != "staged" for plan in fleet.plans.values())
-            for what in ("descriptors", "threads", *(() if direct else ("objects of adapters",))):
+            for what in ("threads", *(() if direct else ("objects of adapters",))):
                 self._settle(process, what)
+            self._settle(process, "descriptors", self._rails_that_return())
             # A key may have been damaged on its way to who uses it.
             damaged = any(proxy.happened for proxy in fleet.proxies.values())
             if now["violations"] > before["violations"] and not damaged:
                 fleet.find("error", f"{process.names} asked adapters for what they must refuse")
             grown = self._settle(process, "memory", MEMORY_NOISE)
             fleet.outcome.grown = max(fleet.outcome.grown, grown)
+
+    def _rails_that_return(self) -> int:
+        """Return the descriptors of rails that may have been out when the baseline was taken.
+
+        One of the two of each link, which has a completion channel at either end.
+        """
+        fleet = self._fleet
+        if fleet.schedule.transport not in ("verbs", "rdma"):
+            return 0
+        return 2 * len(fleet.names("producer", "rank")) * len(fleet.names("consumer"))
 
     def _settle(self, process: Process, what: str, allowed: int = 0) -> int:
         """Return how much more a process has for good; more than `allowed` is found."""
