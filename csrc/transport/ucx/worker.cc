@@ -154,15 +154,21 @@ void Driver::start(const std::optional<Key>& key) {
 }
 
 void Driver::drive() {
+  bool armed = false;
   for (int round = 0; worker_ && round < kRoundsPerTurn; ++round) {
     const bool progressed = library_.worker_progress(worker_) != 0;
     settle();
     if (const auto call = on_progress_) (*call)();  // which may set another
     if (!worker_) return;
-    if (progressed || !settled_.empty()) continue;
+    if (progressed || !settled_.empty()) {
+      armed = false;
+      continue;
+    }
+    if (armed) return;
     const Status status = library_.worker_arm(worker_);
-    if (status == kOk) return;
-    if (status == kBusy) continue;
+    // Not all adapters tell of what came before they were armed, so look once more.
+    armed = status == kOk;
+    if (armed || status == kBusy) continue;
     note(std::string("it cannot sleep: ") + library_.status_string(status));
     if (const auto call = on_progress_) (*call)();
     return;
