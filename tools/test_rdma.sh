@@ -33,6 +33,6 @@ say "C++ tests of UCX over soft-RoCE"
 tools/rdma_rig.sh tests/verbs/rig.sh run env LD_PRELOAD="$once libibverbs.so.1" UCX_LOG_LEVEL=error \
   build/release/kvxfer_tests --no-intro -tc="ucx: *,links say*"
 say "Python tests of UCX over soft-RoCE"
-tools/rdma_rig.sh tests/verbs/rig.sh run env LD_PRELOAD="$once" UCX_LOG_LEVEL=error KVXFER_HANDSHAKE_TIMEOUT=60 \
+tools/rdma_rig.sh tests/verbs/rig.sh run env LD_PRELOAD="$once" UCX_LOG_LEVEL=error \
   .venv/bin/python -m pytest -p no:cacheprovider tests/conformance/test_{geometry,restart,sharing}.py \
   -k "ucx-rc or ucx-ud" "$@"

@@ -20,6 +20,8 @@ if adapters := fake_verbs.real_devices():
     LANES = {"ucx-rc": "rc_v", "ucx-ud": "ud_v"}
     _SETTINGS = {"UCX_NET_DEVICES": f"{adapters[0].split(',')[0]}:1"}
     _SETTINGS |= {"UCX_IB_GID_INDEX": "0"}  # soft-RoCE drops its datagrams to IPv4 addresses
+    # The guest of tools/rdma_rig.sh maps page by page, 65,530 for a process.
+    _SETTINGS |= {"UCX_RC_RX_QUEUE_LEN": "256", "UCX_UD_RX_QUEUE_LEN": "256"}
 ONE = next(iter(LANES))
 """Where it matters that it is UCX, not what that uses."""
 _SETTINGS |= {"UCX_WARN_UNUSED_ENV_VARS": "n"}  # older ones know less
