@@ -12,6 +12,7 @@ from faults.campaign.draw import draw_schedule
 from faults.campaign.driver import run
 from faults.campaign.outcome import Finding, Outcome
 from faults.campaign.proxy import Proxy
+from faults.campaign.rails import queue_pairs
 from faults.campaign.report import show, summary
 from faults.campaign.schedule import (
     CONTENT,
@@ -28,7 +29,7 @@ from faults.campaign.sweep import missed, sweep_schedule
 from faults.campaign.table import BEGIN, END, insert, table
 from faults.campaign.watch import HANDSHAKE, KINDS
 from kvtest import fake_verbs
-from kvtest.agents import LONG, consumer, producer
+from kvtest.agents import LONG, consumer, producer, until
 from kvtest.caches import Geometry, Paged
 
 import kvxfer
@@ -59,6 +60,34 @@ def test_what_goes_wrong_is_noticed(sabotage: str | None) -> None:
     found = {"grow": {"leak"}, None: set()}.get(sabotage, {sabotage})
     assert {finding.kind for finding in outcome.findings} == found
     assert outcome.fetches["OK"] >= 1
+
+
+@pytest.mark.timeout(300)
+def test_a_leak_is_noticed_beside_adapters() -> None:
+    """One descriptor, though queue pairs have some that come and go with rails."""
+    if (why := fake_verbs.missing()) is not None:
+        pytest.skip(why)
+    outcome = run(_simple("verbs", _NEVER_OFFERED), "leak")
+    assert {finding.kind for finding in outcome.findings} == {"leak"}
+
+
+def test_lost_queue_pairs_are_seen() -> None:
+    with producer("verbs") as prefill, consumer("verbs") as decode, fake_verbs.no_faults_left():
+        source, target = Paged(_SIDE, 1), Paged(_SIDE)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+
+        def queue_pairs_now() -> dict[str, int | None]:
+            offer = prefill.offer(source.cache, [0], 16)
+            fetch = decode.fetch(offer.ticket, target.cache, [0], timeout=LONG)
+            fetch.wait()
+            return queue_pairs(fetch.report)
+
+        assert queue_pairs_now() == {"prefill": 4}
+        fake_verbs.set_port("fake0", False)
+        until(lambda: queue_pairs_now() == {"prefill": None})
+        fake_verbs.set_port("fake0", True)
+        until(lambda: queue_pairs_now() == {"prefill": 4})
 
 
 @pytest.mark.timeout(300)

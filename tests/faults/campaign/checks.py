@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.campaign import content
+from faults.campaign.rails import queue_pairs
 from faults.campaign.shortage import Shortage
 from faults.campaign.state import Fetching, Place, State
 from kvtest import fake_verbs
@@ -78,11 +79,13 @@ class Checks:
             "event": "ended",
             "id": at,
             "number": fetching.number,
+            "agent": place.plan.name,
             "status": status.value,
             "message": str(fetching.fetch.error or "")[:300],
             "time": when,
             "bytes": report.bytes,
             "path": report.path,
+            "queue pairs": queue_pairs(report),
         }
         if not fetching.blocks:
             event["status"] = f"declined: {status.value}"

@@ -69,6 +69,8 @@ class Fleet:
         self.armed: list[Armed] = []
         self.probes: dict[int, OfferPlan] = {}
         self.probing: dict[int, str] = {}  # what each probe is about
+        # Of links over adapters, by consumer and producer, when last probed. None: some were lost.
+        self.queue_pairs: dict[tuple[str, str], int | None] = {}
         self.starting: set[str] = set()
         self._incarnations: dict[str, int] = {}
         self._tickets: dict[int, kvxfer.Ticket] = {}
@@ -268,6 +270,9 @@ class Fleet:
         probe = self.probing.pop(event["id"], None)
         if probe is not None and status != "OK":
             self.find("unexplained", f"{probe} ended {status}: {event['message']}")
+        elif probe is not None:
+            for peer, pairs in event["queue pairs"].items():
+                self.queue_pairs[event["agent"], peer] = pairs
         elif status == "INVALID" or (status != "OK" and self.schedule.calm):
             self.find("unexplained", f"fetch {event['id']} ended {status}: {event['message']}")
         if running is not None:

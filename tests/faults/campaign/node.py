@@ -19,7 +19,7 @@ from typing import Any
 
 from faults.campaign import clock, content, shortage
 from faults.campaign.checks import MEMORY_NOISE, SLACK, Checks
-from faults.campaign.schedule import AgentPlan, OfferPlan
+from faults.campaign.schedule import PROBES, AgentPlan, OfferPlan
 from faults.campaign.state import Fetching, Offering, Place, State
 from kvtest.agents import CERTIFICATE, devices, listen_address, transport_name
 from kvtest.caches import Geometry, Paged
@@ -36,7 +36,7 @@ class Node:
     """What the driver's commands do. `say` sends an event to it.
 
     As `sabotage`, bytes of fetches are made "wrong", fetches are wanted earlier and thus "late",
-    descriptors "leak", or memory is left to "grow".
+    a descriptor is "leak"ed, or memory is left to "grow".
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None], sabotage: str | None) -> None:
@@ -193,7 +193,7 @@ class Node:
         except BaseException:
             place.free += blocks
             raise
-        if self._state.sabotage == "leak":
+        if self._state.sabotage == "leak" and id < PROBES and not self._leaked:
             self._leaked.append(os.open("/dev/null", os.O_RDONLY))
         elif self._state.sabotage == "grow":
             self._leaked.append(bytearray(b"x") * (2 * MEMORY_NOISE))

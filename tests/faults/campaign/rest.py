@@ -9,7 +9,7 @@ from typing import Any
 from faults.campaign.checks import MEMORY_NOISE
 from faults.campaign.fleet import Fleet
 from faults.campaign.process import Process
-from faults.campaign.schedule import HEADS, OfferPlan
+from faults.campaign.schedule import PROBES, OfferPlan
 
 PATIENCE = 30.0  # awake seconds of a node in which a fleet has to come to rest
 
@@ -36,6 +36,7 @@ class Rest:
         self._quiet(self._nothing_held, "something is still held")
         self._probe()
         self._quiet(self._nothing_held, "something is still held after a probe")
+        self._await_rails()
         self._compare()
         fleet.outcome.checks += 1
 
@@ -43,17 +44,34 @@ class Rest:
         """Whatever happened is over: every consumer can fetch from every producer."""
         fleet = self._fleet
         for consumer in fleet.names("consumer"):
-            for producer in fleet.names("producer", "rank"):
-                if fleet.plans[producer].geometry.heads != HEADS:
-                    continue  # a rank alone holds no whole offer
-                number = id_ = 1_000_000 + len(fleet.probes)
-                fleet.probes[number] = OfferPlan((producer,), 40)
-                fleet.probing[id_] = f"{consumer} fetching from {producer} after the faults"
+            # A rank alone holds no whole offer.
+            ranks = tuple(fleet.names("rank"))
+            for owners in [
+                *((name,) for name in fleet.names("producer")),
+                *([ranks] if ranks else []),
+            ]:
+                number = id_ = PROBES + len(fleet.probes)
+                fleet.probes[number] = OfferPlan(owners, 40)
+                who = " and ".join(owners)
+                fleet.probing[id_] = f"{consumer} fetching from {who} after the faults"
                 ticket = fleet.ticket(number)
-                fleet.tell(producer, "offer", number, ticket=ticket)
+                for owner in owners:
+                    fleet.tell(owner, "offer", number, ticket=ticket)
                 how = {"skip": 0, "timeout": 30.0, "codec": "raw"}
                 fleet.tell(consumer, "fetch", number, id=id_, ticket=ticket, **how)
                 fleet.outcome.operations["probe"] += 1
+
+    def _await_rails(self) -> None:
+        """Over adapters: what was lost of a link, but not the link, comes back by itself."""
+        fleet = self._fleet
+        for _ in range(int(PATIENCE / 0.25)):
+            lost = [names for names, pairs in fleet.queue_pairs.items() if pairs is None]
+            if not lost:
+                return
+            fleet.serve_until(time.monotonic() + 0.25)
+            self._probe()
+            self._quiet(self._nothing_held, "something is still held after a probe")
+        fleet.find("late", f"queue pairs of {lost} have not come back within {PATIENCE} s")
 
     def _measure(self) -> None:
         for process in self._fleet.living():
@@ -119,13 +137,16 @@ class Rest:
             if now is None:
                 continue
             if before is None:
-                process.baseline = now
+                process.baseline = now | {"queue pairs": self._queue_pairs(process)}
                 continue
+            # Each has a completion channel, which is a descriptor, a completion queue and a buffer.
+            pairs = self._queue_pairs(process) - before["queue pairs"]
             # The direct path registers a cache when it is first used, and keeps that.
             direct = any(dict(plan.knobs).get("path") != "staged" for plan in fleet.plans.values())
-            for what in ("threads", *(() if direct else ("objects of adapters",))):
-                self._settle(process, what)
-            self._settle(process, "descriptors", self._rails_that_return())
+            if not direct:
+                self._settle(process, "objects of adapters", 4 * pairs)
+            self._settle(process, "threads")
+            self._settle(process, "descriptors", pairs)
             # A key may have been damaged on its way to who uses it.
             damaged = any(proxy.happened for proxy in fleet.proxies.values())
             if now["violations"] > before["violations"] and not damaged:
@@ -133,15 +154,12 @@ class Rest:
             grown = self._settle(process, "memory", MEMORY_NOISE)
             fleet.outcome.grown = max(fleet.outcome.grown, grown)
 
-    def _rails_that_return(self) -> int:
-        """Return the descriptors of rails that may have been out when the baseline was taken.
-
-        One of the two of each link, which has a completion channel at either end.
-        """
-        fleet = self._fleet
-        if fleet.schedule.transport not in ("verbs", "rdma"):
-            return 0
-        return 2 * len(fleet.names("producer", "rank")) * len(fleet.names("consumer"))
+    def _queue_pairs(self, process: Process) -> int:
+        """Return how many it has by what its links say."""
+        ends = (
+            (name, pairs or 0) for link, pairs in self._fleet.queue_pairs.items() for name in link
+        )
+        return sum(pairs for name, pairs in ends if name in process.names)
 
     def _settle(self, process: Process, what: str, allowed: int = 0) -> int:
         """Return how much more a process has for good; more than `allowed` is found."""

@@ -18,6 +18,7 @@ from kvtest.caches import Geometry
 LAYERS = ("a", "b", "c")
 HEADS = (0, 4)
 CONTENT = 16
+PROBES = 1_000_000  # numbers from here on are of fetches that see whether all works
 # "namespaces" is tcp between network namespaces, where those can be made; "verbs" takes adapters
 # that exist in one process only, "rdma" those that KVXFER_TEST_VERBS names.
 TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", "rdma", *ucx.LANES)
