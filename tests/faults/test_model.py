@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
-from faults.model.machine import MUTANTS, explore
+from faults.model import direct, machine
 
 
-def test_nothing_goes_wrong_in_any_state() -> None:
-    states, wrong = explore()
+@pytest.mark.parametrize(("path", "least"), [(machine, 10_000), (direct, 50_000)])
+def test_nothing_goes_wrong_in_any_state(path: ModuleType, least: int) -> None:
+    states, wrong = path.explore()
     assert wrong == ""
-    assert states > 10_000
+    assert states > least
 
 
-@pytest.mark.parametrize("rule", MUTANTS)
-def test_every_rule_is_needed(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "rule"), [(path, rule) for path in (machine, direct) for rule in path.MUTANTS]
+)
+def test_every_rule_is_needed(path: ModuleType, rule: str) -> None:
     """The control: without it something goes wrong, and is noticed."""
-    _, wrong = explore(without=rule)
+    _, wrong = path.explore(without=rule)
     assert wrong

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from faults.model.visit import visit
+
 FETCHES = 2
 GENERATIONS = 2
 GARBAGE, BAD = 0, -1
@@ -71,30 +73,7 @@ class State(NamedTuple):
 
 def explore(without: str = "") -> tuple[int, str]:
     """Visit all states. Returns how many there are, and what is wrong: "" for nothing."""
-    start = State()
-    before: dict[State, list[State]] = {start: []}
-    todo = [start]
-    while todo:
-        state = todo.pop()
-        for following, by_itself in steps(state, without):
-            if following.wrong:
-                return len(before), following.wrong
-            if following not in before:
-                before[following] = []
-                todo.append(following)
-            if by_itself:
-                before[following].append(state)
-    resting = [state for state in before if at_rest(state)]
-    reached = set(resting)
-    while resting:
-        for earlier in before[resting.pop()]:
-            if earlier not in reached:
-                reached.add(earlier)
-                resting.append(earlier)
-    for state in before:
-        if state not in reached:
-            return len(before), f"never comes to rest: {state}"
-    return len(before), ""
+    return visit(State(), lambda state: steps(state, without), at_rest)
 
 
 def at_rest(s: State) -> bool:
