@@ -83,7 +83,7 @@ LossTuple decode(const EncodingTuple& encoding, const StoredTuple& from, const S
     mask.set(row);
   }
   const py::gil_scoped_release unlocked;
-  return to_tuple(decode_panel(to_encoding(encoding), to_stored(from), wanted, panel, count,
+  return to_tuple(decode_panel(to_encoding(encoding), {to_stored(from), wanted}, panel, count,
                                content, rows.data(), mask));
 }
 
@@ -96,7 +96,7 @@ LossTuple convert(const StoredTuple& from, const StoredTuple& to, const py::buff
   const std::byte* elements = read.at(0, count * element_bytes(given.element));
   std::byte* converted = written.at(0, count * element_bytes(wanted.element));
   const py::gil_scoped_release unlocked;
-  return to_tuple(convert_row(given, wanted, elements, count, converted));
+  return to_tuple(Conversion(given, wanted).convert(elements, count, converted));
 }
 
 }  // namespace

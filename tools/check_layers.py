@@ -1,5 +1,8 @@
 """Checks who includes and imports whom, the arrows of docs/architecture.md.
 
+Also that nothing in csrc/ is `thread_local`: the C library makes such objects when a thread first
+touches them, and ends the process where there is no memory for that.
+
 Prints one `file:line: what (rule)` per violation and exits with 1 when there is one.
 """
 
@@ -86,6 +89,10 @@ class Checker:
         return folder if rest and folder in LAYERS else None
 
     def _check_core_file(self, path: Path) -> None:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if "thread_local" in line.partition("//")[0]:
+                rule = "where there is no memory for it the C library ends the process"
+                self._report(path, number, "has a thread_local object", rule)
         inside = path.relative_to(self.root / "csrc")
         public = inside.parts[0] == "include"
         own = PUBLIC_HEADERS.get(inside.name) if public else inside.parts[0]

@@ -1,16 +1,10 @@
 #include "codec/code_table.h"
 
-#include <memory>
-#include <vector>
-
 #include "codec/float_bits.h"
+#include "codec/float_mode.h"
 
 namespace kvxfer {
 namespace {
-
-// Tables that a thread keeps: enough for the planes of some layers that each have scales of their
-// own. Making one takes microseconds.
-constexpr size_t kTablesKept = 32;
 
 // The code of `to` with exactly that value, which has at most 28 significant bits. Of two zeros the
 // one with the same sign, where there are two.
@@ -24,7 +18,8 @@ bool equal_code(double value, const Stored& to, uint32_t& code) {
 
 }  // namespace
 
-CodeTable::CodeTable(const Stored& from, const Stored& to) : from(from), to(to) {
+CodeTable::CodeTable(const Stored& from, const Stored& to) {
+  const FloatMode mode;
   const SmallFloat& source = small_float(from.element);
   for (uint32_t code = 0; code < 256; ++code) {
     const float number = from_small(code, source);
@@ -33,34 +28,15 @@ CodeTable::CodeTable(const Stored& from, const Stored& to) : from(from), to(to) 
         bits[code] = small_float(to.element).nan;
       } else if (!equal_code(double{number} * from.scale, to, bits[code])) {
         bits[code] = 0;
-        loss[code].inexact = 1;
+        inexact[code] = true;
       }
     } else {
-      bits[code] = to_bits(number * from.scale, to.element, loss[code].clamped);
+      uint64_t beyond = 0;
+      bits[code] = to_bits(number * from.scale, to.element, beyond);
+      clamped[code] = beyond > 0;
     }
-    lossless &= loss[code].inexact == 0 && loss[code].clamped == 0;
+    lossless &= !clamped[code] && !inexact[code];
   }
-}
-
-const CodeTable& code_table(const Stored& from, const Stored& to) {
-  thread_local std::vector<std::unique_ptr<const CodeTable>> tables;
-  thread_local size_t last = 0;
-  for (size_t i = 0; i < tables.size(); ++i) {
-    const size_t at = (last + i) % tables.size();
-    if (tables[at]->from == from && tables[at]->to == to) {
-      last = at;
-      return *tables[at];
-    }
-  }
-  auto made = std::make_unique<const CodeTable>(from, to);
-  if (tables.size() < kTablesKept) {
-    last = tables.size();
-    tables.push_back(std::move(made));
-  } else {
-    last = (last + kTablesKept - 1) % kTablesKept;
-    tables[last] = std::move(made);
-  }
-  return *tables[last];
 }
 
 }  // namespace kvxfer

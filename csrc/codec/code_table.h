@@ -8,19 +8,15 @@
 
 namespace kvxfer {
 
-// What each byte of an 8-bit float becomes in another cache.
+// What each byte of an 8-bit float becomes in another cache. Making one takes microseconds.
 struct CodeTable {
-  Stored from;
-  Stored to;
   std::array<uint32_t, 256> bits{};  // of an element of `to`
-  std::array<Loss, 256> loss{};
+  std::array<bool, 256> clamped{};
+  std::array<bool, 256> inexact{};
   bool lossless = true;
 
   CodeTable(const Stored& from, const Stored& to);
 };
-
-// Made at the first use and kept by the calling thread for a while: valid until its next call.
-const CodeTable& code_table(const Stored& from, const Stored& to);
 
 }  // namespace kvxfer
 

@@ -89,12 +89,13 @@ uint64_t decode_wide(Scheme scheme, ElementType element, const DecodeJob& job) {
   return clamped;
 }
 
-Loss decode_rows(Scheme scheme, const Stored& from, const Stored& to, DecodeJob job) {
+Loss decode_rows(Scheme scheme, const Conversion& conversion, DecodeJob job) {
+  const Stored& to = conversion.to();
   Loss loss;
   if (scheme == Scheme::kRaw) {
-    const size_t bytes = job.content * element_bytes(from.element);
+    const size_t bytes = job.content * element_bytes(conversion.from().element);
     for (uint32_t r = 0; r < job.rows; ++r) {
-      loss += convert_row(from, to, job.codes + r * bytes, job.content, job.row[r]);
+      loss += conversion.convert(job.codes + r * bytes, job.content, job.row[r]);
     }
     return loss;
   }
@@ -107,8 +108,9 @@ Loss decode_rows(Scheme scheme, const Stored& from, const Stored& to, DecodeJob 
   }
   std::byte* const* const row = std::exchange(job.row, value_row);
   decode_wide(scheme, ElementType::kFloat32, job);
+  const Conversion rounding({ElementType::kFloat32}, to);
   for (uint32_t r = 0; r < job.rows; ++r) {
-    loss += convert_row({ElementType::kFloat32, 1.0f}, to, value_row[r], job.content, row[r]);
+    loss += rounding.convert(value_row[r], job.content, row[r]);
   }
   return loss;
 }
@@ -183,11 +185,10 @@ RowMask encode_panel(const Encoding& encoding, ElementType element, const std::b
       .encode[static_cast<size_t>(encoding.scheme) - 1][static_cast<size_t>(element)](job);
 }
 
-Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to,
-                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row,
-                  const RowMask& left_out) {
-  check_panel(encoding, from.element, rows);
-  check_conversion(from, to);
+Loss decode_panel(const Encoding& encoding, const Conversion& conversion, const std::byte* coded,
+                  uint32_t rows, uint32_t content, std::byte* const* row, const RowMask& left_out) {
+  const ElementType from = conversion.from().element;
+  check_panel(encoding, from, rows);
   if (rows == 0 || content == 0) return {};
   const DecodeJob panel = {encoding.scale,
                            group_of(encoding, content),
@@ -195,16 +196,16 @@ Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to
                            rows,
                            content,
                            coded,
-                           coded + up16(code_bytes(encoding, from.element, rows, content))};
+                           coded + up16(code_bytes(encoding, from, rows, content))};
   const FloatMode mode;
-  if (left_out.none()) return decode_rows(encoding.scheme, from, to, panel);
+  if (left_out.none()) return decode_rows(encoding.scheme, conversion, panel);
   Loss loss;
   for (uint32_t begin = 0; begin < rows; ++begin) {
     uint32_t end = begin;
     while (end < rows && !left_out[end]) ++end;
     if (end == begin) continue;
-    loss += decode_rows(encoding.scheme, from, to,
-                        part_of(panel, encoding.scheme, from.element, begin, end));
+    loss +=
+        decode_rows(encoding.scheme, conversion, part_of(panel, encoding.scheme, from, begin, end));
     begin = end;
   }
   return loss;

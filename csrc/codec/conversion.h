@@ -9,9 +9,6 @@ namespace kvxfer {
 
 std::string stored_name(const Stored& stored);  // "bfloat16", "float8_e4m3fn of scale 0.037"
 
-// Throws Error(kInvalid), naming both and the rule, unless can_convert().
-void check_conversion(const Stored& from, const Stored& to);
-
 }  // namespace kvxfer
 
 #endif  // KVXFER_CODEC_CONVERSION_H_

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 
 #include "codec/code_table.h"
 #include "codec/codec_kernels.h"
@@ -26,15 +27,15 @@ Loss look_up(const CodeTable& table, const std::byte* source, uint32_t count, st
   }
   Loss loss;
   for (uint32_t i = 0; i < count && !table.lossless; ++i) {
-    loss += table.loss[static_cast<uint8_t>(source[i])];
+    const auto code = static_cast<uint8_t>(source[i]);
+    loss += {table.clamped[code], table.inexact[code]};
   }
   return loss;
 }
 
-Loss from_float8(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
+Loss from_float8(const CodeTable& table, ElementType to, const std::byte* source, uint32_t count,
                  std::byte* target) {
-  const CodeTable& table = code_table(from, to);
-  switch (element_bytes(to.element)) {
+  switch (element_bytes(to)) {
     case 1: return look_up<uint8_t>(table, source, count, target);
     case 2: return look_up<uint16_t>(table, source, count, target);
     default: return look_up<uint32_t>(table, source, count, target);
@@ -74,8 +75,11 @@ bool can_convert(const Stored& from, const Stored& to) {
   return numbers || from.element == to.element;
 }
 
-void check_conversion(const Stored& from, const Stored& to) {
-  if (can_convert(from, to)) return;
+Conversion::Conversion(const Stored& from, const Stored& to) : from_(from), to_(to) {
+  if (can_convert(from, to)) {
+    if (from != to && is_float8(from.element)) table_ = std::make_shared<CodeTable>(from, to);
+    return;
+  }
   const bool scales = has_meaning(from) && has_meaning(to);
   throw Error(StatusCode::kInvalid,
               stored_name(from) + " cannot be converted to " + stored_name(to) +
@@ -83,18 +87,16 @@ void check_conversion(const Stored& from, const Stored& to) {
                           : "; a scale is finite and at least 2^-126, and 1 but for 8-bit floats"));
 }
 
-Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
-                 std::byte* target) {
-  check_conversion(from, to);
-  if (from == to) {
-    std::memcpy(target, source, count * element_bytes(to.element));
+Loss Conversion::convert(const std::byte* source, uint32_t count, std::byte* target) const {
+  if (from_ == to_) {
+    std::memcpy(target, source, count * element_bytes(to_.element));
     return {};
   }
   const FloatMode mode;
-  if (is_float8(from.element)) return from_float8(from, to, source, count, target);
-  if (is_float8(to.element)) return to_float8(from.element, to, source, count, target);
+  if (table_) return from_float8(*table_, to_.element, source, count, target);
+  if (is_float8(to_.element)) return to_float8(from_.element, to_, source, count, target);
   const auto convert =
-      codec_kernels().convert[static_cast<size_t>(from.element)][static_cast<size_t>(to.element)];
+      codec_kernels().convert[static_cast<size_t>(from_.element)][static_cast<size_t>(to_.element)];
   return {convert(source, count, target), 0};
 }
 

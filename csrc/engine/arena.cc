@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <string>
 
 #include "kvxfer/status.h"
@@ -40,6 +41,9 @@ Arena::Arena(Kind kind, uint64_t bytes, uint32_t slot_bytes, bool lock)
                                           ", less than one chunk of " + std::to_string(slot_bytes) +
                                           ": raise arena_bytes or lower chunk_bytes");
   }
+  taker_.resize(num_slots_);
+  free_.resize(num_slots_);  // room for all of them, so that give_back() allocates nothing
+  std::iota(free_.rbegin(), free_.rend(), 0u);
   const std::string advice = "lower arena_bytes, or give the process more memory";
   if (kind == kShared) {
     fd_ = UniqueFd(memfd_create("kvxfer-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -64,7 +68,6 @@ Arena::Arena(Kind kind, uint64_t bytes, uint32_t slot_bytes, bool lock)
              "of the service), lower arena_bytes, or set lock_arena=False");
   }
   base_ = static_cast<std::byte*>(mapped);
-  for (uint32_t slot = num_slots_; slot-- > 0;) free_.push_back(slot);
 }
 
 Arena::~Arena() {
@@ -72,12 +75,18 @@ Arena::~Arena() {
   if (generation_ == fork_generation()) munmap(base_, bytes_);
 }
 
-std::optional<uint32_t> Arena::take(std::optional<uint32_t> preferred) {
+std::optional<uint32_t> Arena::take_again() {
+  const std::thread::id self = std::this_thread::get_id();
+  const auto found = std::find_if(free_.rbegin(), free_.rend(),
+                                  [&](uint32_t slot) { return taker_[slot] == self; });
+  if (found != free_.rend()) std::iter_swap(found, free_.rbegin());
+  const auto slot = take();
+  if (slot) taker_[*slot] = self;
+  return slot;
+}
+
+std::optional<uint32_t> Arena::take() {
   if (free_.empty()) return std::nullopt;
-  if (preferred) {
-    const auto found = std::find(free_.begin(), free_.end(), *preferred);
-    if (found != free_.end()) std::iter_swap(found, free_.end() - 1);
-  }
   const uint32_t slot = free_.back();
   free_.pop_back();
   return slot;

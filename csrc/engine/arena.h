@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "base/unique_fd.h"
@@ -34,8 +35,10 @@ class Arena {
     return base_ + static_cast<uint64_t>(index) * slot_bytes_;
   }
 
-  // `preferred` if it is free.
-  std::optional<uint32_t> take(std::optional<uint32_t> preferred = std::nullopt);
+  std::optional<uint32_t> take();
+  // A free slot that the calling thread took last, if there is one, else as take(): its cache holds
+  // those bytes.
+  std::optional<uint32_t> take_again();
   void give_back(uint32_t slot) { free_.push_back(slot); }
 
  private:
@@ -46,6 +49,7 @@ class Arena {
   uint32_t num_slots_;
   std::byte* base_ = nullptr;
   std::vector<uint32_t> free_;
+  std::vector<std::thread::id> taker_;  // [slots], by take_again()
 };
 
 }  // namespace kvxfer

@@ -35,10 +35,8 @@ void unreserve_staging(AgentCore& core, Peer& peer) {
 // The slot for a reservation: the one that this thread used last, if it is free, for another core
 // would have to fetch every line of it out of this one's cache.
 uint32_t take_staging(AgentCore& core) {
-  thread_local std::optional<uint32_t> last;
   const Guard guard(core);
-  last = core.staging->take(last);
-  return *last;
+  return core.staging->take_again().value();
 }
 
 // Fills the slot or the staging memory; what fails there ends the serve.

@@ -51,12 +51,13 @@ GpuPanelTable::GpuPanelTable(const PanelPlan& plan) : plan_(plan) {
         0) {
       refuse("a GPU cannot pack elements that are not aligned to their size");
     }
-    if (is_float8(view.producer.element) && !(view.producer == view.own)) {
-      refuse(std::string("a GPU does not turn ") + element_name(view.producer.element) +
+    const Stored& producers = view.conversion.from();
+    const Stored& own = view.conversion.to();
+    if (is_float8(producers.element) && producers != own) {
+      refuse(std::string("a GPU does not turn ") + element_name(producers.element) +
              " into another type or scale");
     }
-    views_.push_back(
-        {view.memory.block_stride, view.memory.token_stride, 1.0f / view.own.scale, 0});
+    views_.push_back({view.memory.block_stride, view.memory.token_stride, 1.0f / own.scale, 0});
     for (const size_t k : {0, 1}) {
       const PanelKind& kind = kinds_[i % plan.num_planes() * 2 + k];
       pack_kernels_.push_back(kernel_of(kind, i, true));
@@ -78,7 +79,8 @@ std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool p
   const uint32_t content = kind.content;
   const bool size = content == 64 || content == 128 || content == 256 || content == 576;
   const std::string verb = pack ? "kvxfer_pack_" : "kvxfer_unpack_";
-  if (!aligned || !wide || !by_row || !size || view.own.scale != 1.0f) return verb + "panels";
+  if (!aligned || !wide || !by_row || !size || view.conversion.to().scale != 1.0f)
+    return verb + "panels";
   const char* const schemes[] = {"", "e4m3", "e5m2", "int8"};
   return verb + schemes[kind.scheme] + (half ? "_float16_" : "_bfloat16_") +
          std::to_string(content);

@@ -174,9 +174,8 @@ DecodedChunk PanelCoder::unpack(const std::byte* wire, uint64_t bytes, uint64_t 
   size_t taken = 0;
   for (uint32_t panel = begin_; panel < end_; ++panel, cursor_.next()) {
     find_rows();
-    result.loss +=
-        decode_panel(cursor_.encoding(), cursor_.producer(), cursor_.own(), wire + at,
-                     cursor_.rows(), cursor_.content(), row_.data(), raw_rows(taken, first_row));
+    result.loss += decode_panel(cursor_.encoding(), cursor_.conversion(), wire + at, cursor_.rows(),
+                                cursor_.content(), row_.data(), raw_rows(taken, first_row));
     result.loss += put_raw_rows(raw_row, taken, first_row);
     if (scattered()) scatter_gathered();
     first_row += cursor_.rows();
@@ -226,8 +225,8 @@ RowMask PanelCoder::raw_rows(size_t taken, uint32_t first_row) const {
 Loss PanelCoder::put_raw_rows(const std::byte*& source, size_t& taken, uint32_t first_row) {
   Loss loss;
   for (; taken < indices_.size() && indices_[taken] - first_row < cursor_.rows(); ++taken) {
-    loss += convert_row(cursor_.producer(), cursor_.own(), source, cursor_.content(),
-                        row_[indices_[taken] - first_row]);
+    loss +=
+        cursor_.conversion().convert(source, cursor_.content(), row_[indices_[taken] - first_row]);
     source += cursor_.content() * producer_bytes_;
   }
   return loss;

@@ -25,8 +25,7 @@ class PanelCursor {
   const Encoding& encoding() const { return encoding_; }
   bool coded() const { return encoding_.scheme != Scheme::kRaw; }
   uint64_t panel_bytes() const { return panel_bytes_; }
-  const Stored& producer() const { return view_->producer; }
-  const Stored& own() const { return view_->own; }
+  const Conversion& conversion() const { return view_->conversion; }
   int64_t token_stride() const { return view_->memory.token_stride; }
   int64_t content_stride() const { return view_->memory.content_stride; }
 

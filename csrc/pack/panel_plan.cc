@@ -61,27 +61,33 @@ PanelPlan::PanelPlan(const CacheLayout& layout, const BlockTable& table, const S
   produces_ = element_ == format_.producer_element;
   for (const uint32_t layer : slice.layers) {
     for (const uint32_t plane : plane_of) {
-      View view;
-      view.memory = layout.view(layer, plane);
+      PlaneView memory = layout.view(layer, plane);
       const uint32_t head = slice.head_begin - layout.first_head;
-      view.memory.data = address_at(view.memory.data, int64_t{head} * view.memory.head_stride);
-      view.producer.element = format_.producer_element;
+      memory.data = address_at(memory.data, int64_t{head} * memory.head_stride);
+      Stored producer = {format_.producer_element, 1.0f};
       if (!format_.producer_scales.empty()) {
-        view.producer.scale = format_.producer_scales[views_.size()];
+        producer.scale = format_.producer_scales[views_.size()];
       }
-      view.own = {element_, layout.scale(layer, plane)};
-      if (!can_convert(view.producer, view.own)) {
+      const Stored own = {element_, layout.scale(layer, plane)};
+      if (!can_convert(producer, own)) {
         throw Error(StatusCode::kMismatch, "layer \"" + layout.layers[layer] + "\", plane \"" +
                                                layout.planes[plane].name + "\": the producer's " +
-                                               stored_name(view.producer) + " can't become " +
-                                               stored_name(view.own));
+                                               stored_name(producer) + " can't become " +
+                                               stored_name(own));
       }
-      produces_ = produces_ && view.producer == view.own;
-      views_.push_back(view);
+      produces_ = produces_ && producer == own;
+      views_.push_back({memory, conversion(producer, own)});
     }
   }
   cut_stretches(slice.token_begin, slice.token_end);
   measure_planes(layout, plane_of);
+}
+
+Conversion PanelPlan::conversion(const Stored& producer, const Stored& own) const {
+  for (const View& view : views_) {
+    if (view.conversion.from() == producer && view.conversion.to() == own) return view.conversion;
+  }
+  return {producer, own};
 }
 
 void PanelPlan::cut_stretches(uint32_t begin, uint32_t end) {

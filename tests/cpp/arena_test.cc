@@ -12,8 +12,10 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 
 #include "kvxfer/status.h"
 
@@ -82,6 +84,26 @@ TEST_CASE("slots start with the first, and come back most-recently-freed first")
   CHECK(*arena.take() == 2);
   CHECK(*arena.take() == 0);
   CHECK(*arena.take() == 3);
+}
+
+TEST_CASE("a thread gets again the slot that it took last, where that is free") {
+  Arena arena(Arena::kPrivate, 4 * kSlot, kSlot, false);
+  const auto elsewhere = [&] {
+    std::optional<uint32_t> slot;
+    std::thread([&] { slot = arena.take_again(); }).join();
+    return slot;
+  };
+  CHECK(*arena.take_again() == 0);
+  CHECK(*elsewhere() == 1);
+  arena.give_back(0);
+  arena.give_back(1);
+  CHECK(*arena.take_again() == 0);  // not the one freed last
+  CHECK(*arena.take_again() == 1);
+  CHECK(*arena.take_again() == 2);
+  arena.give_back(1);
+  CHECK(*elsewhere() == 1);  // none of its own: the one freed last
+  CHECK(*elsewhere() == 3);
+  CHECK(!elsewhere());
 }
 
 TEST_CASE("an arena that is used up says so, and goes on when a slot comes back") {

@@ -48,8 +48,8 @@ TEST_CASE("codec: every code of every dialect is the number it should be") {
   for (const ElementType element : kFloat8) {
     CAPTURE(static_cast<int>(element));
     std::vector<float> found(256);
-    const Loss loss = convert_row({element}, {ElementType::kFloat32}, codes.data(), 256,
-                                  reinterpret_cast<std::byte*>(found.data()));
+    const Loss loss = Conversion({element}, {ElementType::kFloat32})
+                          .convert(codes.data(), 256, reinterpret_cast<std::byte*>(found.data()));
     CHECK(loss.clamped + loss.inexact == 0);
     for (uint32_t code = 0; code < 256; ++code) {
       CAPTURE(code);
@@ -78,8 +78,8 @@ TEST_CASE("codec: every code of every dialect is the number it should be") {
         std::memcpy(panel.data() + 256, &scale, sizeof scale);
         std::vector<float> found(256);
         std::byte* row = reinterpret_cast<std::byte*>(found.data());
-        decode_panel({scheme, ScaleFormat::kFloat32, 0}, {}, {ElementType::kFloat32}, panel.data(),
-                     1, 256, &row);
+        decode_panel({scheme, ScaleFormat::kFloat32, 0}, {{}, {ElementType::kFloat32}},
+                     panel.data(), 1, 256, &row);
         for (uint32_t i = 0; i < 256; ++i) {
           const auto code = static_cast<uint32_t>(panel[i]);
           const float expected =
@@ -122,7 +122,7 @@ TEST_CASE("codec: every bfloat16 number comes back, or goes raw") {
       for (uint32_t r = 0; r < 256; ++r) {
         target.push_back(reinterpret_cast<std::byte*>(found.data() + r * 256));
       }
-      decode_panel(encoding, {}, {ElementType::kFloat32}, coded.data(), 256, 256, target.data());
+      decode_panel(encoding, {{}, {ElementType::kFloat32}}, coded.data(), 256, 256, target.data());
       for (uint32_t r = 0; r < 256; ++r) {
         CAPTURE(r);
         const float last = std::bit_cast<float>(uint32_t{values[r * 256 + 255]} << 16);
@@ -214,8 +214,7 @@ TEST_CASE("codec: what makes no sense is refused") {
   CHECK(can_convert({ElementType::kUInt8}, {ElementType::kUInt8}));
   CHECK(can_convert({ElementType::kFloat8E4M3FNUZ, 0.5f}, {ElementType::kFloat8E4M3FN, 0.25f}));
   std::byte byte{};
-  CHECK_THROWS_AS(convert_row({ElementType::kUInt8}, {ElementType::kFloat8E5M2}, &byte, 1, &byte),
-                  Error);
+  CHECK_THROWS_AS(Conversion({ElementType::kUInt8}, {ElementType::kFloat8E5M2}), Error);
   std::vector<const std::byte*> rows(kMaxPanelRows + 1, &byte);
   CHECK_THROWS_AS(encode_panel({}, ElementType::kUInt8, rows.data(), kMaxPanelRows + 1, 1, &byte),
                   Error);

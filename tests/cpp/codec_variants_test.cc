@@ -117,7 +117,7 @@ struct Decoded {
 Decoded decode(const Encoding& encoding, const Stored& to, const Bytes& coded, uint32_t count,
                uint32_t content, size_t gap, size_t offset) {
   Rows rows(count, content * element_bytes(to.element), gap, offset);
-  const Loss loss = decode_panel(encoding, {}, to, coded.data(), count, content, rows.row.data());
+  const Loss loss = decode_panel(encoding, {{}, to}, coded.data(), count, content, rows.row.data());
   CHECK(rows.only_rows_written());
   return {rows.memory, loss};
 }
@@ -202,7 +202,7 @@ TEST_CASE("codec: every variant converts rows as the scalar one") {
                                           simd_variants()[simd_variants().size() / 2]}) {
             const SimdVariant variant(name);
             Rows target(1, count * element_bytes(to.element), 0, 5);
-            const Loss found = convert_row({from}, to, source.row[0], count, target.row[0]);
+            const Loss found = Conversion({from}, to).convert(source.row[0], count, target.row[0]);
             CHECK(target.only_rows_written());
             if (name == "scalar") {
               expected = target.memory;
@@ -243,8 +243,8 @@ TEST_CASE("codec: rows that are left out are neither written nor counted") {
         const Bytes coded = encode(encoding, ElementType::kBFloat16, rows, kContent).coded;
         const size_t bytes = kContent * element_bytes(target);
         const auto decode_but = [&](const RowMask& left_out, Rows& to) {
-          return decode_panel(encoding, {}, {target}, coded.data(), kRows, kContent, to.row.data(),
-                              left_out);
+          return decode_panel(encoding, {{}, {target}}, coded.data(), kRows, kContent,
+                              to.row.data(), left_out);
         };
         Rows all(kRows, bytes, 6, 2);
         const Loss lost = decode_but({}, all);

@@ -95,21 +95,21 @@ std::vector<std::byte> packed(const PanelPlan& plan, uint32_t begin, uint32_t en
   return wire;
 }
 
-// Elements of the slice that differ from what convert_row() makes of the producer's, and elements
+// Elements of the slice that differ from what a Conversion makes of the producer's, and elements
 // outside of it that are not as they were.
 size_t count_wrong(Side& producer, Side& consumer, uint32_t content) {
   size_t wrong = 0;
   for (uint32_t view = 0; view < kLayers * kPlanes; ++view) {
     const float from = producer.layout.scale(view / kPlanes, view % kPlanes);
     const float to = consumer.layout.scale(view / kPlanes, view % kPlanes);
+    const Conversion conversion({producer.layout.element, from}, {consumer.layout.element, to});
     for (uint32_t head = 0; head < kHeads; ++head) {
       for (uint32_t token = 0; token < kSlots; ++token) {
         for (uint32_t column = 0; column < content; ++column) {
           const size_t bytes = element_bytes(consumer.layout.element);
           std::vector<std::byte> expected(bytes, kGuard);
           if (token >= kBegin && token < kEnd) {
-            convert_row({producer.layout.element, from}, {consumer.layout.element, to},
-                        producer.element(view, head, token, column), 1, expected.data());
+            conversion.convert(producer.element(view, head, token, column), 1, expected.data());
           } else if (token >= kEnd) {
             expected.assign(bytes, std::byte{0});
           }

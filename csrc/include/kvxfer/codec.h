@@ -5,6 +5,7 @@
 #include <bitset>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "kvxfer/element.h"
@@ -82,22 +83,38 @@ struct Loss {
   }
 };
 
-// Whether convert_row() and decode_panel() can turn the one into the other, and do not refuse to
-// with Error(kInvalid): equal types always, uint8 into nothing else, between floats of any width
-// yes; none with a scale that it can't have.
+// Whether there is a Conversion from the one into the other: equal types always, uint8 into nothing
+// else, between floats of any width yes; none with a scale that it can't have.
 bool can_convert(const Stored& from, const Stored& to);
 
-// Decodes a panel of panel_bytes() bytes into rows of `to`. `from` is what the producer holds; it
-// matters to kRaw alone, whose elements are converted where they differ from `to`. Rows that are
-// `left_out`, because they travelled as they are, are neither written nor counted.
-Loss decode_panel(const Encoding& encoding, const Stored& from, const Stored& to,
-                  const std::byte* coded, uint32_t rows, uint32_t content, std::byte* const* row,
-                  const RowMask& left_out = {});
+struct CodeTable;
 
-// Converts `count` contiguous elements. 8-bit to 8-bit floats keep their value or count as inexact;
-// all else rounds to nearest even, and clamps.
-Loss convert_row(const Stored& from, const Stored& to, const std::byte* source, uint32_t count,
-                 std::byte* target);
+// How elements of one cache become another's. Immutable, safe to use from several threads; copies
+// share what it has. From 8-bit floats to others it has 1.5 KiB, which take microseconds to make.
+class Conversion {
+ public:
+  // Throws Error(kInvalid), naming both and the rule, unless can_convert().
+  Conversion(const Stored& from, const Stored& to);
+
+  const Stored& from() const { return from_; }
+  const Stored& to() const { return to_; }
+
+  // Converts `count` contiguous elements. 8-bit to 8-bit floats keep their value or count as
+  // inexact; all else rounds to nearest even, and clamps. Allocates nothing.
+  Loss convert(const std::byte* source, uint32_t count, std::byte* target) const;
+
+ private:
+  Stored from_;
+  Stored to_;
+  std::shared_ptr<const CodeTable> table_;  // between different 8-bit floats, and to wide ones
+};
+
+// Decodes a panel of panel_bytes() bytes into rows of conversion.to(). conversion.from() is what
+// the producer holds; it matters to kRaw alone, whose elements are converted. Rows that are
+// `left_out`, because they travelled as they are, are neither written nor counted.
+Loss decode_panel(const Encoding& encoding, const Conversion& conversion, const std::byte* coded,
+                  uint32_t rows, uint32_t content, std::byte* const* row,
+                  const RowMask& left_out = {});
 
 }  // namespace kvxfer
 

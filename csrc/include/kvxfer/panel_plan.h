@@ -93,12 +93,13 @@ class PanelPlan {
   };
 
   struct View {
-    PlaneView memory;  // `data` at the first head
-    Stored producer;
-    Stored own;
+    PlaneView memory;       // `data` at the first head
+    Conversion conversion;  // from the producer's elements to the cache's own
   };
 
   uint32_t num_planes() const { return static_cast<uint32_t>(planes_.size()); }
+  // One of views_, where one does the same.
+  Conversion conversion(const Stored& producer, const Stored& own) const;
   void cut_stretches(uint32_t begin, uint32_t end);
   void measure_planes(const CacheLayout& layout, const std::vector<uint32_t>& plane_of);
   Extent panel_extent(const Plane& plane, bool coded, uint32_t rows) const;
