@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <exception>
 #include <system_error>
 #include <utility>
 
@@ -10,6 +11,11 @@
 #include "kvxfer/status.h"
 
 namespace kvxfer {
+
+void prepare_to_throw() noexcept {
+  // Volatile: compilers know that the call has no effect that they need to keep.
+  [[maybe_unused]] volatile int count = std::uncaught_exceptions();
+}
 
 Thread::Thread(const std::string& name, std::function<void()> body)
     : generation_(fork_generation()) {
@@ -20,7 +26,10 @@ Thread::Thread(const std::string& name, std::function<void()> body)
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    thread_ = std::make_unique<std::thread>(std::move(body));
+    thread_ = std::make_unique<std::thread>([body = std::move(body)] {
+      prepare_to_throw();
+      body();
+    });
   } catch (const std::system_error& error) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Error(StatusCode::kNoResources, "cannot start thread '" + name + "': " + error.what() +

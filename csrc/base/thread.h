@@ -9,8 +9,13 @@
 
 namespace kvxfer {
 
+// Lets the calling thread throw where there is no memory: what the C++ library needs for that it
+// finds when a thread first throws, and where it is loaded late, as into Python, the C library ends
+// the process when there is none. Cheap.
+void prepare_to_throw() noexcept;
+
 // A named thread that blocks all signals: the process that we run in handles its SIGCHLD and SIGINT
-// on threads of its own. Not thread-safe.
+// on threads of its own. It is prepared to throw. Not thread-safe.
 class Thread {
  public:
   // `name` is cut to 15 characters. Throws Error(kNoResources) when no thread can be made.

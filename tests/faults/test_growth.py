@@ -6,7 +6,10 @@ import ctypes
 import gc
 import itertools
 import os
+import platform
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +59,27 @@ def test_threads_need_little_memory_of_their_own() -> None:
     of_threads = [header[6] for header in headers if header[0] == 7]
     assert of_threads
     assert sum(of_threads) <= 1024
+
+
+THROW_LATE = Path(__file__).parents[2] / "build" / "release" / "libkvxfer_throw_late.so"
+
+
+@pytest.mark.skipif(not THROW_LATE.exists(), reason=f"{THROW_LATE.name} is not built: sanitizers")
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_thread_can_throw_first_when_there_is_no_memory(ours: bool) -> None:
+    """One that is not prepared, as a control, takes the process with it."""
+    if not ours and platform.machine() != "x86_64":
+        pytest.skip("elsewhere libraries that are loaded late may have memory set aside for them")
+    program = "import ctypes, os, sys; late = ctypes.CDLL(sys.argv[1]).kvxfer_throw_late\n"
+    program += "os._exit(late(int(sys.argv[2])))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(THROW_LATE), str(int(ours))],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert done.returncode == (0 if ours else 127), done.stderr
 
 
 # Ended offers are remembered, the last 4096 of them: beyond that the memory of it is level.
