@@ -189,6 +189,22 @@ class Traffic {
   uint32_t wrong_ = 0, right_ = 0, repeated_ = 0;
 };
 
+// Everything lands once, intact.
+inline void check_traffic(VerbsPair& pair, uint32_t writes = 400, size_t slot_bytes = 1u << 20,
+                          const std::function<void(uint32_t)>& between = {}) {
+  Traffic traffic(pair, writes, slot_bytes);
+  traffic.register_sources();
+  pair.start();
+  const bool all = traffic.run(between) && traffic.wait();
+  CHECK_MESSAGE(all, pair.producer->describe());
+  CHECK_MESSAGE(pair.producer_sink.times_closed() == 0, pair.producer_sink.closed[0]);
+  CHECK(traffic.wrong() == 0);
+  CHECK(traffic.right() == writes);
+  CHECK(traffic.repeated() == 0);
+  for (const auto& written : pair.producer_sink.written) CHECK(written.ok);
+  pair.close();
+}
+
 }  // namespace kvxfer::testing
 
 #endif  // KVXFER_TESTS_VERBS_PAIR_H_

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,13 @@ inline std::vector<fake_verbs::Device> two_hosts() {
   return devices;
 }
 
+inline std::vector<fake_verbs::Device> two_hosts_with(
+    const std::function<void(fake_verbs::Device&)>& change) {
+  auto devices = two_hosts();
+  for (auto& device : devices) change(device);
+  return devices;
+}
+
 inline VerbsOptions options_for(bool consumer) {
   VerbsOptions options;
   if (const char* real = real_devices()) {
@@ -60,6 +68,12 @@ inline VerbsOptions options_for(bool consumer) {
     options.devices =
         consumer ? std::vector<std::string>{"c0", "c1"} : std::vector<std::string>{"p0", "p1"};
   }
+  return options;
+}
+
+inline VerbsOptions one_rail(bool consumer) {
+  VerbsOptions options = options_for(consumer);
+  options.devices.resize(1);
   return options;
 }
 
