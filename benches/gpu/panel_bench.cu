@@ -37,6 +37,7 @@ class Coder {
     launch_ = table_.launch();
     launch_.entries = keep(table_.entries());
     launch_.views = keep(table_.views());
+    launch_.codes = keep(table_.codes());
     launch_.kinds = keep(table_.kinds());
     launch_.blocks = keep(table_.blocks());
     launch_.chunks = keep(table_.chunks());

@@ -213,8 +213,9 @@ class PanelLauncher {
     const size_t panels = end - begin;
     // An order has at least one panel.
     lane.begin_tables(up16(rows) + up16(sizeof(gpu::PanelChunk)) + up16(sizeof(PanelState)) +
-                      room(table_.views()) + room(table_.kinds()) + room(table_.blocks()) +
-                      room(table_.header()) + panels * (sizeof(gpu::PanelEntry) + 16));
+                      room(table_.views()) + room(table_.kinds()) + room(table_.codes()) +
+                      room(table_.blocks()) + room(table_.header()) +
+                      panels * (sizeof(gpu::PanelEntry) + 16));
     table_.add_chunk(begin, end, lane.slot(), lane.add_zeros(rows), bytes);
     launch_ = table_.launch();
     states_ = lane.add_zeros(sizeof(PanelState));
@@ -222,6 +223,7 @@ class PanelLauncher {
     launch_.entries = add(lane, table_.entries());
     launch_.views = add(lane, table_.views());
     launch_.kinds = add(lane, table_.kinds());
+    launch_.codes = add(lane, table_.codes());
     launch_.blocks = add(lane, table_.blocks());
     launch_.chunks = add(lane, table_.chunks());
     launch_.header = reinterpret_cast<const unsigned char*>(add(lane, table_.header()));
@@ -321,7 +323,9 @@ DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uin
                                            std::to_string(begin) + ", " + std::to_string(end) +
                                            ") of this fetch");
   }
-  return {gpu::finish_words(state.digest, state.bytes, seed), {state.clamped, 0}, state.exceptions};
+  return {gpu::finish_words(state.digest, state.bytes, seed),
+          {state.clamped, state.inexact},
+          state.exceptions};
 }
 
 void GpuPacker::zero(std::span<const Run> runs) {

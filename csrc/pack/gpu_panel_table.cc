@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "codec/code_table.h"
 #include "kvxfer/status.h"
 #include "pack/gpu_raw_table.h"
 
@@ -51,19 +52,24 @@ GpuPanelTable::GpuPanelTable(const PanelPlan& plan) : plan_(plan) {
         0) {
       refuse("a GPU cannot pack elements that are not aligned to their size");
     }
-    const Stored& producers = view.conversion.from();
-    const Stored& own = view.conversion.to();
-    if (is_float8(producers.element) && producers != own) {
-      refuse(std::string("a GPU does not turn ") + element_name(producers.element) +
-             " into another type or scale");
-    }
-    views_.push_back({view.memory.block_stride, view.memory.token_stride, 1.0f / own.scale, 0});
+    views_.push_back({view.memory.block_stride, view.memory.token_stride,
+                      1.0f / view.conversion.to().scale, add_codes(view.conversion.table())});
     for (const size_t k : {0, 1}) {
       const PanelKind& kind = kinds_[i % plan.num_planes() * 2 + k];
       pack_kernels_.push_back(kernel_of(kind, i, true));
       unpack_kernels_.push_back(kernel_of(kind, i, false));
     }
   }
+}
+
+uint32_t GpuPanelTable::add_codes(const CodeTable* table) {
+  if (table == nullptr) return 0;
+  const auto [at, is_new] = codes_of_.emplace(table, codes_of_.size() + 1);
+  for (size_t code = 0; is_new && code < table->bits.size(); ++code) {
+    codes_.push_back(table->bits[code] | (table->clamped[code] ? gpu::kCodeClamped : 0) |
+                     (table->inexact[code] ? gpu::kCodeInexact : 0));
+  }
+  return at->second;
 }
 
 std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool pack) const {

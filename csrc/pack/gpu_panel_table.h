@@ -17,7 +17,7 @@ namespace kvxfer {
 class GpuPanelTable {
  public:
   // The plan must outlive it. Throws Error(kInvalid) for a plan that GPUs do not do: elements of a
-  // row that lie apart or are not aligned to their size, and 8-bit floats that become others.
+  // row that lie apart or are not aligned to their size.
   explicit GpuPanelTable(const PanelPlan& plan);
 
   // Adds the chunk of panels [begin, end). `wire`, a multiple of 16, and `marks`, a byte for each
@@ -35,6 +35,7 @@ class GpuPanelTable {
   const std::vector<gpu::PanelChunk>& chunks() const { return chunks_; }
   const std::vector<gpu::PanelView>& views() const { return views_; }
   const std::vector<gpu::PanelKind>& kinds() const { return kinds_; }
+  const std::vector<uint64_t>& codes() const { return codes_; }
   const std::vector<uint32_t>& blocks() const;
   const std::vector<std::byte>& header() const;
 
@@ -48,11 +49,14 @@ class GpuPanelTable {
     uint64_t bytes = 0;
   };
   Panel panel(uint32_t index) const;
+  uint32_t add_codes(const CodeTable* table);
   std::string kernel_of(const gpu::PanelKind& kind, size_t view, bool pack) const;
 
   const PanelPlan& plan_;
   std::vector<gpu::PanelView> views_;
   std::vector<gpu::PanelKind> kinds_;  // of each plane: coded, then raw
+  std::map<const CodeTable*, uint32_t> codes_of_;
+  std::vector<uint64_t> codes_;
   // By view and kind, for views_[i] and kinds_[2 * plane] or the next: which kernel.
   std::vector<std::string> pack_kernels_, unpack_kernels_;
   std::vector<gpu::PanelEntry> entries_;

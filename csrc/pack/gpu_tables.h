@@ -43,8 +43,12 @@ struct PanelView {
   int64_t block_stride = 0;
   int64_t token_stride = 0;
   float inverse = 1.0f;  // 1 / the cache's own scale
-  uint32_t reserved = 0;
+  uint32_t codes = 0;    // of PanelLaunch::codes + 256 * (codes - 1); 0: none
 };
+
+// What a code of an 8-bit float becomes: the bits of an element, and what that costs.
+constexpr uint64_t kCodeClamped = 1ull << 32;
+constexpr uint64_t kCodeInexact = 1ull << 33;
 
 // How the panels of a plane are encoded, in its middle stretch or, as scheme 0, in the others.
 struct PanelKind {
@@ -85,6 +89,7 @@ struct PanelChunk {
 struct PanelState {
   uint64_t digest[kDigestWords] = {};
   uint64_t clamped = 0;
+  uint64_t inexact = 0;
   uint32_t exceptions = 0;
   uint32_t bytes = 0;    // of the whole chunk
   uint32_t refused = 0;  // not 0: the header or an index is wrong, nothing was written
@@ -100,6 +105,7 @@ struct PanelLaunch {
   const uint32_t* blocks;
   const PanelChunk* chunks;
   const unsigned char* header;  // of a chunk of no panels
+  const uint64_t* codes;        // tables of 256
   PanelState* states;
   uint32_t count;      // of `order`
   uint32_t per_group;  // panels that a workgroup works on

@@ -147,19 +147,23 @@ TEST_CASE("gpu packer: coded chunks are the host's, on either runtime") {
       CacheShape shape = random_number_shape(random);
       shape.layers = 1;
       shape.blocks = between(random, 1, 4);
+      CacheShape target = shape;
+      const bool float8 = seed % 4 == 3;  // which become bfloat16
+      if (float8) shape.element = ElementType::kFloat8E4M3FN;
+      if (float8) target.element = ElementType::kBFloat16;
       const Request request = random_request(random, shape);
-      const PanelFormat format = random_format(random, shape, request);
+      PanelFormat format = random_format(random, shape, request);
+      if (float8) format.encodings.assign(shape.contents.size(), Encoding{});
       AlignedBytes memory(shape.bytes());
       fill_numbers(random, shape.element, memory.data(), memory.size(),
                    one_of(random, {0u, 60000u}));
-      AlignedBytes poison(shape.bytes(), 0x5a), reference(shape.bytes(), 0x5a);
+      AlignedBytes poison(target.bytes(), 0x5a), reference(target.bytes(), 0x5a);
       const DeviceCache from(rig.runtime(), memory), to(rig.runtime(), poison);
-      const auto plan = [&](std::byte* data) {
-        return PanelPlan(shape.layout(data), request.table, request.slice, request.plane_of,
-                         format);
+      const auto plan = [&](const CacheShape& side, std::byte* data) {
+        return PanelPlan(side.layout(data), request.table, request.slice, request.plane_of, format);
       };
-      const PanelPlan host = plan(memory.data()), host_to = plan(reference.data());
-      const PanelPlan device = plan(from.data()), device_to = plan(to.data());
+      const PanelPlan host = plan(shape, memory.data()), host_to = plan(target, reference.data());
+      const PanelPlan device = plan(shape, from.data()), device_to = plan(target, to.data());
       const auto cuts = cut_panels(random, host.num_panels(), between(random, 1, 4));
       for (size_t i = 0; i + 1 < cuts.size(); ++i) {
         const uint64_t most = host.most_bytes(cuts[i], cuts[i + 1]);

@@ -98,6 +98,7 @@ class Conversion {
 
   const Stored& from() const { return from_; }
   const Stored& to() const { return to_; }
+  const CodeTable* table() const { return table_.get(); }  // null: not from 8-bit floats to others
 
   // Converts `count` contiguous elements. 8-bit to 8-bit floats keep their value or count as
   // inexact; all else rounds to nearest even, and clamps. Allocates nothing.
@@ -106,7 +107,7 @@ class Conversion {
  private:
   Stored from_;
   Stored to_;
-  std::shared_ptr<const CodeTable> table_;  // between different 8-bit floats, and to wide ones
+  std::shared_ptr<const CodeTable> table_;
 };
 
 // Decodes a panel of panel_bytes() bytes into rows of conversion.to(). conversion.from() is what
