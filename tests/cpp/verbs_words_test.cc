@@ -5,12 +5,19 @@
 
 #include <doctest/doctest.h>
 
+#include "fuzz_corpus.h"
 #include "kvxfer/status.h"
 #include "transport/verbs/address.h"
 #include "transport/verbs/control.h"
 
+extern "C" int kvxfer_corpus_endpoint(const uint8_t* data, size_t size);
+
 namespace kvxfer::ibv {
 namespace {
+
+TEST_CASE("verbs words: those of the fuzzer's corpus are decoded or refused") {
+  CHECK(run_corpus("endpoint", kvxfer_corpus_endpoint) > 100);
+}
 
 template <typename Message>
 bool refused(const std::vector<std::byte>& bytes) {
