@@ -10,10 +10,12 @@ import pytest
 from faults.campaign import network
 from faults.campaign.draw import draw_schedule
 from faults.campaign.driver import run
+from faults.campaign.fleet import Fleet
 from faults.campaign.outcome import Finding, Outcome
 from faults.campaign.proxy import Proxy
 from faults.campaign.rails import queue_pairs
 from faults.campaign.report import show, summary
+from faults.campaign.rest import Rest
 from faults.campaign.schedule import (
     CONTENT,
     HEADS,
@@ -88,6 +90,20 @@ def test_lost_queue_pairs_are_seen() -> None:
         until(lambda: queue_pairs_now() == {"prefill": None})
         fake_verbs.set_port("fake0", True)
         until(lambda: queue_pairs_now() == {"prefill": 4})
+
+
+def test_queue_pairs_that_stay_away_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(_simple("verbs"))
+    rest = Rest(fleet)
+    monkeypatch.setattr(fleet, "serve_until", lambda _: None)
+    monkeypatch.setattr(rest, "_probe", lambda: None)
+    fleet.queue_pairs = {("decode", "prefill"): 4}
+    rest._await_rails()
+    assert fleet.outcome.findings == []
+    fleet.queue_pairs["decode", "prefill"] = None
+    rest._await_rails()
+    assert [finding.kind for finding in fleet.outcome.findings] == ["late"]
+    fleet.end()
 
 
 @pytest.mark.timeout(300)
