@@ -8,7 +8,8 @@ import pytest
 from faults.model import direct, machine
 
 
-@pytest.mark.parametrize(("path", "least"), [(machine, 10_000), (direct, 50_000)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("path", "least"), [(machine, 10_000), (direct, 200_000)])
 def test_nothing_goes_wrong_in_any_state(path: ModuleType, least: int) -> None:
     states, wrong = path.explore()
     assert wrong == ""

@@ -5,9 +5,12 @@ too, into which it fetches twice, one chunk each. The fetch names the key under 
 registered. A write is posted; later the producer's adapter reads the block, once or several times;
 what it sent is on its way, and lands some time, with the COMMIT behind it; later still it is
 acknowledged. Messages have a connection of their own, and may come before or after. It may break
-while both queue pairs still work; then each side notices, and destroys its own. The producer's host
-may die without a word, and what it has sent still lands; the consumer's process may die; and a
-producer may write what nobody asked for, which it can wherever a key allows it, and nowhere else.
+while queue pairs still work; then each side notices, and destroys its own. The producer's host may
+die without a word, and what it has sent still lands; the consumer's process may die; and a producer
+may write what nobody asked for, which it can wherever a key allows it, and nowhere else.
+
+There are two rails. When the first is lost, the producer destroys its queue pair and asks; the
+consumer destroys its own, and says what has landed; the rest is sent over the second.
 
 Nothing may be written in blocks that were given back to their owner, or in memory that is not
 registered any more; no adapter may read an offer's block after it was given back; and as in
@@ -21,7 +24,7 @@ from typing import NamedTuple
 
 from faults.model.visit import visit
 
-FETCHES = 2
+FETCHES = 2  # one is enough to see what goes wrong without a rule
 GENERATIONS = 2
 GARBAGE, BAD = 0, -1
 
@@ -37,6 +40,8 @@ MUTANTS = {
     "keys": "memory that is unregistered keeps its key",
     "silence": "the consumer waits for a producer's word however long",
     "deadline": "a fetch waits for its producer however long",
+    "landed": "what a lost rail carried is sent again without asking whether it has landed",
+    "first rail": "what has landed is said before the lost rail's queue pair is destroyed",
 }
 
 Message = tuple[str, int, int, int]  # kind, fetch, generation, key
@@ -50,6 +55,7 @@ class Packet(NamedTuple):
     key: int
     digest: int  # the content when it was posted
     content: int
+    rail: int
 
 
 class State(NamedTuple):
@@ -62,6 +68,7 @@ class State(NamedTuple):
     credit: bool = False
     last_word: str = ""  # that is still to be said; "DONE": none
     post: str = ""  # posted, sent, acknowledged
+    rail: int = 0  # of the post
     digest: int = GARBAGE  # of the block when it was posted
     key: int = 0  # that it was told last
     # Consumer.
@@ -75,8 +82,11 @@ class State(NamedTuple):
     # Between them.
     up: tuple[Message, ...] = ()  # to the producer
     down: tuple[Message, ...] = ()
-    packet: Packet | None = None
-    landed: bool = False  # the posted write has: the queue pair takes it no second time
+    packets: tuple[Packet, ...] = ()
+    landed: int = (
+        0  # the rail on which the posted write has: its queue pair takes it no second time
+    )
+    lost: str = ""  # the first rail: asked, answered, over
     commits: tuple[Packet, ...] = ()
     broken: bool = False  # no messages pass
     dead: bool = False  # the producer's host
@@ -99,13 +109,13 @@ def steps(s: State, without: str) -> Iterator[tuple[State, bool]]:
     for following in (*_producer(s, without), *_adapters(s, without), *_consumer(s, without)):
         yield following, True
     if s.ends == (False, False) and s.serve is None and s.fetch == 0:  # dialled again
-        again = s._replace(ends=(True, True), broken=False, dead=False, closing=False)
+        again = s._replace(ends=(True, True), broken=False, dead=False, closing=False, lost="")
         yield again._replace(up=(), down=()), True
     if not s.offer and s.given_back and s.offered < GENERATIONS and not s.dead:
         new = s.offered + 1
         yield s._replace(block=new, offer=new, offered=new, given_back=False), False
     usable = s.ends[1] and not s.broken and not s.closing
-    if s.fetch == 0 and s.started < FETCHES and usable:
+    if s.fetch == 0 and s.started < (1 if without else FETCHES) and usable:
         key, fetch = s.registered or s.keys + 1, s.started + 1
         for wanted in range(1, GENERATIONS + 1):
             began = s._replace(fetch=fetch, started=fetch, wanted=wanted, stage="asked")
@@ -121,10 +131,12 @@ def steps(s: State, without: str) -> Iterator[tuple[State, bool]]:
     if s.ends[1]:  # the consumer dies
         gone = s._replace(broken=True, up=(), down=(), closing=True)
         yield _destroy(gone), False
-    if s.ends[0] and s.post == "sent":  # a packet was lost, or its acknowledgement
+    if s.post == "sent" and _sends(s):  # a packet was lost, or its acknowledgement
         yield _send(s), False
-    if s.ends[0] and s.key and s.packet is None:
-        yield s._replace(packet=Packet(0, 0, s.key, 0, BAD)), False
+    if s.ends[0] and s.key and not s.packets:
+        yield s._replace(packets=(Packet(0, 0, s.key, 0, BAD, 2),)), False
+    if s.ends[0] and not s.lost and s.post:  # before there is a post it changes nothing
+        yield s._replace(lost="asked"), False
 
 
 def _producer(s: State, without: str) -> Iterator[State]:
@@ -139,7 +151,7 @@ def _producer(s: State, without: str) -> Iterator[State]:
     if s.serve is not None:
         _, fetch, _, _ = s.serve
         if s.offer and not s.last_word and not s.post and (s.credit or without == "credit"):
-            yield s._replace(post="posted", digest=s.block)
+            yield s._replace(post="posted", digest=s.block, rail=2 if s.lost else 1)
         if s.last_word and not under_way:
             yield _down(_forget_serve(s), s.last_word, fetch)
         elif s.last_word == "CANCELLED" and without == "promise":
@@ -174,26 +186,49 @@ def _hear(s: State, message: Message, without: str) -> Iterator[State]:
 
 
 def _adapters(s: State, without: str) -> Iterator[State]:
-    if s.ends[0] and s.post == "posted":
+    if s.post == "posted" and _sends(s):
         yield _send(s)
-    if s.packet is not None:
-        yield _land(s._replace(packet=None), s.packet, without)
-    if s.ends[0] and s.post == "sent" and s.landed:
+    for i, packet in enumerate(s.packets):
+        yield _land(s._replace(packets=s.packets[:i] + s.packets[i + 1 :]), packet, without)
+    if s.post == "sent" and _sends(s) and s.landed == s.rail:
         yield s._replace(post="acknowledged")
+    waits = s.rail == 1 and s.post in ("posted", "sent")
+    if s.lost == "asked" and s.ends == (True, True) and not s.broken:
+        closed = s._replace(lost="answered")
+        if without != "first rail":
+            closed = closed._replace(packets=tuple(p for p in s.packets if p.rail == 2))
+        yield closed
+    if s.lost == "asked" and waits and without == "landed":
+        yield s._replace(post="posted", rail=2)
+    if s.lost == "answered" and s.ends[0] and not s.broken:
+        over = s._replace(lost="over")
+        if waits:
+            over = (
+                over._replace(post="acknowledged")
+                if s.landed
+                else over._replace(post="posted", rail=2)
+            )
+        yield over
+
+
+def _sends(s: State) -> bool:
+    return s.ends[0] and (s.rail == 2 or not s.lost)
 
 
 def _send(s: State) -> State:
     if s.given_back:
         return s._replace(wrong="an adapter read a block that had been given back")
     sent = s._replace(post="sent")
-    if s.landed or s.serve is None:
+    if s.landed == s.rail or s.serve is None:
         return sent
     _, fetch, generation, key = s.serve
-    return sent._replace(packet=Packet(fetch, generation, key, s.digest, s.block))
+    packet = Packet(fetch, generation, key, s.digest, s.block, s.rail)
+    others = tuple(other for other in s.packets if other.rail != s.rail)
+    return sent._replace(packets=(*others, packet))
 
 
 def _land(s: State, packet: Packet, without: str) -> State:
-    if not s.ends[1] or (packet.fetch and s.landed):
+    if not s.ends[1] or (packet.fetch and s.landed == packet.rail):
         return s
     if packet.key != s.registered:
         if without == "keys":
@@ -203,7 +238,7 @@ def _land(s: State, packet: Packet, without: str) -> State:
         return s._replace(target=BAD)
     if packet.fetch != s.fetch:
         return s._replace(wrong="a block was written after it had been given back")
-    return s._replace(target=packet.content, landed=True, commits=(*s.commits, packet))
+    return s._replace(target=packet.content, landed=packet.rail, commits=(*s.commits, packet))
 
 
 def _consumer(s: State, without: str) -> Iterator[State]:
@@ -254,7 +289,7 @@ def _take(s: State, message: Message) -> State:
 def _destroy(s: State) -> State:
     """Nothing lands any more, and the keys of the connection end."""
     gone = _give_back(s)._replace(ends=(s.ends[0], False), registered=0)
-    return gone._replace(packet=None, commits=())
+    return gone._replace(packets=(), commits=())
 
 
 def _give_back(s: State) -> State:
@@ -262,7 +297,9 @@ def _give_back(s: State) -> State:
 
 
 def _forget_serve(s: State) -> State:
-    return s._replace(serve=None, credit=False, last_word="", post="", digest=GARBAGE, landed=False)
+    return s._replace(
+        serve=None, credit=False, last_word="", post="", rail=0, digest=GARBAGE, landed=0
+    )
 
 
 def _up(s: State, kind: str, fetch: int, generation: int = 0, key: int = 0) -> State:
