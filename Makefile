@@ -8,7 +8,7 @@ CXX_FILES = $(foreach folder,csrc/* csrc/*/* bindings tests/cpp,$(wildcard $(fol
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-faults soak fuzz test-arm64 test-rdma test-vllm demo-vllm demo-gateway vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize sanitize-faults docs bench bench-micro bench-peers-setup wheel clean
+.PHONY: help demo test test-faults soak fuzz test-arm64 test-rdma test-vllm demo-vllm demo-gateway vllm-tools build build-tests test-tools lint-tools lint format types layers sanitize sanitize-faults valgrind docs bench bench-micro bench-peers-setup wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ layers: lint-tools  ## check who may include whom (docs/architecture.md)
 
 sanitize: test-tools  ## run the tests under ASan and UBSan, the C++ tests under TSan too
 	@tools/sanitize.sh $(ARGS)
+
+valgrind: build-tests  ## run the C++ tests of UCX under valgrind, for sanitizers can't go there
+	@tools/valgrind.sh $(ARGS)
 
 sanitize-faults: test-tools  ## run the fault campaign under ASan and UBSan (ARGS="--minutes 10")
 	@tools/sanitize.sh --campaign --minutes 1.5 --steps 60 $(ARGS)
