@@ -26,7 +26,8 @@ constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
-constexpr int kRelaxedCapture = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 // Of the default stream, while a stream is captured that it would wait for.
 constexpr Result kCaptureImplicit = 906;
 
@@ -68,6 +69,14 @@ struct Calls {
   // May be missing: then there are no dmabufs.
   Result (*handle_for_range)(void* handle, Address address, size_t bytes, int type,
                              unsigned long long flags) = nullptr;
+  // May be missing: then there is no memory of other processes. Handles go by value.
+  Result (*uuid)(void* uuid, int device) = nullptr;
+  Result (*can_access_peer)(int* can, int device, int peer) = nullptr;
+  Result (*ipc_export)(GpuIpcHandle* handle, Address address) = nullptr;
+  Result (*ipc_open)(Address* address, GpuIpcHandle handle, unsigned flags) = nullptr;
+  Result (*ipc_close)(Address address) = nullptr;
+  Result (*address_range)(Address* base, size_t* bytes, Address address) = nullptr;
+  bool has_ipc = false;
 
   // Returns the name of a function that the library lacks, if any.
   std::string find(const SharedLibrary& library) {
@@ -103,6 +112,13 @@ struct Calls {
     find(module_function, "cuModuleGetFunction");
     find(launch, "cuLaunchKernel");
     library.find(handle_for_range, "cuMemGetHandleForAddressRange");
+    // Of CUDA 11.4 and 11.0; the rest are older.
+    has_ipc = library.find(uuid, "cuDeviceGetUuid_v2") &&
+              library.find(ipc_open, "cuIpcOpenMemHandle_v2") &&
+              library.find(can_access_peer, "cuDeviceCanAccessPeer") &&
+              library.find(ipc_export, "cuIpcGetMemHandle") &&
+              library.find(ipc_close, "cuIpcCloseMemHandle") &&
+              library.find(address_range, "cuMemGetAddressRange_v2");
     return find.missing();
   }
 };
@@ -133,6 +149,19 @@ class CudaRuntime final : public GpuRuntime {
     std::string address = text.data();
     for (char& letter : address) letter = static_cast<char>(std::tolower(letter));
     return address;
+  }
+
+  GpuIdentity identity(int device) override {
+    check_ipc();
+    GpuIdentity found{{}, pci_address(device)};
+    check(calls_.uuid(found.uuid.data(), device), "cuDeviceGetUuid");
+    return found;
+  }
+  bool reaches(int device, int other) override {
+    check_ipc();
+    int can = 0;
+    check(calls_.can_access_peer(&can, device, other), "cuDeviceCanAccessPeer");
+    return can != 0;
   }
 
   // The primary context is the one that torch and the CUDA runtime use; it is kept for good.
@@ -182,6 +211,27 @@ class CudaRuntime final : public GpuRuntime {
     return address;
   }
   void free_host(void* address) noexcept override { calls_.host_free(address); }
+
+  GpuIpcHandle export_memory(uint64_t address) override {
+    check_ipc();
+    GpuIpcHandle handle{};
+    check(calls_.ipc_export(&handle, address), "cuIpcGetMemHandle");
+    return handle;
+  }
+  uint64_t open_memory(const GpuIpcHandle& handle) override {
+    check_ipc();
+    Address address = 0;
+    check(calls_.ipc_open(&address, handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
+    return address;
+  }
+  void close_memory(uint64_t address) noexcept override { calls_.ipc_close(address); }
+  uint64_t opened_bytes(uint64_t address) override {
+    check_ipc();
+    Address base = 0;
+    size_t bytes = 0;
+    check(calls_.address_range(&base, &bytes, address), "cuMemGetAddressRange");
+    return bytes - (address - base);
+  }
 
   Stream create_stream() override {
     Stream stream = nullptr;
@@ -278,6 +328,13 @@ class CudaRuntime final : public GpuRuntime {
     calls_.error_name(result, &name);
     calls_.error_string(result, &text);
     throw_gpu_error(call, result, name, text);
+  }
+
+  void check_ipc() const {
+    if (!calls_.has_ipc) {
+      throw Error(StatusCode::kNoResources,
+                  name_ + " has not all calls for memory of other processes: it takes CUDA 11.4");
+    }
   }
 
   void pop() noexcept {

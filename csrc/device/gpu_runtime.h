@@ -1,6 +1,7 @@
 #ifndef KVXFER_DEVICE_GPU_RUNTIME_H_
 #define KVXFER_DEVICE_GPU_RUNTIME_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -28,6 +29,17 @@ struct DmaBuf {
   uint64_t offset = 0;
 };
 
+// What names a device in all processes of a host, whatever number it has there. Parts of a device
+// share its PCI address, and some devices of AMD a UUID that says nothing.
+struct GpuIdentity {
+  std::array<std::byte, 16> uuid{};
+  std::string pci;
+  bool operator==(const GpuIdentity&) const = default;
+};
+
+// By which another process of this host opens an allocation. The runtime's own.
+using GpuIpcHandle = std::array<std::byte, 64>;
+
 // The calls of CUDA's driver and of HIP that are used here, under one set of names. All but those
 // that take a device work on the device that is current on the calling thread: see CurrentDevice.
 // Thread-safe. Errors throw Error(kNoResources) with the call, and the runtime's name and text for
@@ -47,6 +59,10 @@ class GpuRuntime {
   virtual int device_count() = 0;
   // As in sysfs, "0000:3b:00.0", lower case.
   virtual std::string pci_address(int device) = 0;
+  // These throw where the runtime is too old.
+  virtual GpuIdentity identity(int device) = 0;
+  // Whether kernels of a device can reach the memory of another.
+  virtual bool reaches(int device, int other) = 0;
 
   // What was set on a thread before.
   struct Before {
@@ -69,6 +85,16 @@ class GpuRuntime {
   // Throws where the platform can't, naming what is missing. `address` may lie anywhere in an
   // allocation.
   DmaBuf export_dmabuf(uint64_t address, size_t bytes);
+
+  // Between processes. Only for what allocate() has made: neither pools nor memory that is mapped
+  // piece by piece have such handles. What another process has opened must not be freed.
+  virtual GpuIpcHandle export_memory(uint64_t address) = 0;
+  // Where all of such an allocation is here: for kernels of the current device, whichever the
+  // memory is of. Throws for one of this process. See GpuPeerMemory, which opens none twice.
+  virtual uint64_t open_memory(const GpuIpcHandle& handle) = 0;
+  virtual void close_memory(uint64_t address) noexcept = 0;
+  // How many bytes are mapped from an address on that open_memory() has answered.
+  virtual uint64_t opened_bytes(uint64_t address) = 0;
 
   // Does not wait for the default stream.
   virtual Stream create_stream() = 0;

@@ -20,7 +20,8 @@ constexpr int kHandleDmaBufFd = 1;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
-constexpr int kRelaxedCapture = 2;  // hipStreamCaptureModeRelaxed
+constexpr int kRelaxedCapture = 2;       // hipStreamCaptureModeRelaxed
+constexpr unsigned kLazyPeerAccess = 1;  // hipIpcMemLazyEnablePeerAccess
 // Of the default stream, while a stream is captured that it would wait for.
 constexpr Result kCaptureImplicit = 906;
 constexpr int kCopyDefault = 4;  // hipMemcpyDefault: by the addresses
@@ -64,6 +65,14 @@ struct Calls {
   Result (*handle_for_range)(void* handle, void* address, size_t bytes, int type,
                              unsigned long long flags) = nullptr;
   int (*export_dmabuf)(const void* address, size_t bytes, int* fd, uint64_t* offset) = nullptr;
+  // May be missing: then there is no memory of other processes. Handles go by value.
+  Result (*uuid)(void* uuid, int device) = nullptr;
+  Result (*can_access_peer)(int* can, int device, int peer) = nullptr;
+  Result (*ipc_export)(GpuIpcHandle* handle, void* address) = nullptr;
+  Result (*ipc_open)(void** address, GpuIpcHandle handle, unsigned flags) = nullptr;
+  Result (*ipc_close)(void* address) = nullptr;
+  Result (*address_range)(void** base, size_t* bytes, void* address) = nullptr;
+  bool has_ipc = false;
 
   // Returns the name of a function that the library lacks, if any.
   std::string find(const SharedLibrary& library) {
@@ -98,6 +107,12 @@ struct Calls {
     find(module_function, "hipModuleGetFunction");
     find(launch, "hipModuleLaunchKernel");
     library.find(handle_for_range, "hipMemGetHandleForAddressRange");
+    has_ipc = library.find(uuid, "hipDeviceGetUuid") &&
+              library.find(can_access_peer, "hipDeviceCanAccessPeer") &&
+              library.find(ipc_export, "hipIpcGetMemHandle") &&
+              library.find(ipc_open, "hipIpcOpenMemHandle") &&
+              library.find(ipc_close, "hipIpcCloseMemHandle") &&
+              library.find(address_range, "hipMemGetAddressRange");
     return find.missing();
   }
 };
@@ -129,6 +144,19 @@ class HipRuntime final : public GpuRuntime {
     std::string address = text.data();
     for (char& letter : address) letter = static_cast<char>(std::tolower(letter));
     return address;
+  }
+
+  GpuIdentity identity(int device) override {
+    check_ipc();
+    GpuIdentity found{{}, pci_address(device)};
+    check(calls_.uuid(found.uuid.data(), device), "hipDeviceGetUuid");
+    return found;
+  }
+  bool reaches(int device, int other) override {
+    check_ipc();
+    int can = 0;
+    check(calls_.can_access_peer(&can, device, other), "hipDeviceCanAccessPeer");
+    return can != 0;
   }
 
   Before set_device(int device) override {
@@ -189,6 +217,30 @@ class HipRuntime final : public GpuRuntime {
     return address;
   }
   void free_host(void* address) noexcept override { calls_.host_free(address); }
+
+  GpuIpcHandle export_memory(uint64_t address) override {
+    check_ipc();
+    GpuIpcHandle handle{};
+    check(calls_.ipc_export(&handle, reinterpret_cast<void*>(address)), "hipIpcGetMemHandle");
+    return handle;
+  }
+  uint64_t open_memory(const GpuIpcHandle& handle) override {
+    check_ipc();
+    void* address = nullptr;
+    check(calls_.ipc_open(&address, handle, kLazyPeerAccess), "hipIpcOpenMemHandle");
+    return reinterpret_cast<uintptr_t>(address);
+  }
+  void close_memory(uint64_t address) noexcept override {
+    if (calls_.ipc_close(reinterpret_cast<void*>(address)) != kSuccess) calls_.last_error();
+  }
+  uint64_t opened_bytes(uint64_t address) override {
+    check_ipc();
+    void* base = nullptr;
+    size_t bytes = 0;
+    check(calls_.address_range(&base, &bytes, reinterpret_cast<void*>(address)),
+          "hipMemGetAddressRange");
+    return bytes - (address - reinterpret_cast<uintptr_t>(base));
+  }
 
   Stream create_stream() override {
     Stream stream = nullptr;
@@ -277,6 +329,13 @@ class HipRuntime final : public GpuRuntime {
                   name_ + " cannot export dmabufs: it takes ROCm 5.6 with libhsa-runtime64.so.1");
     }
     return {UniqueFd(fd), offset};
+  }
+
+  void check_ipc() const {
+    if (!calls_.has_ipc) {
+      throw Error(StatusCode::kNoResources,
+                  name_ + " has not all calls for memory of other processes: update ROCm");
+    }
   }
 
   void check(Result result, const std::string& call) const {

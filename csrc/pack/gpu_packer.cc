@@ -36,8 +36,8 @@ size_t room(const std::vector<T>& values) {
 // A lane and the current device, for the time of one call.
 class GpuPacker::Lease {
  public:
-  // Who is told to hurry gives up what only reads the cache. What writes there is waited for, for
-  // nobody else may have that memory meanwhile.
+  // Who is told to hurry gives up what only reads. What writes into a cache, or into a peer's
+  // memory, is waited for, for nobody else may have that memory meanwhile.
   Lease(GpuPacker& packer, bool writes)
       : packer_(packer),
         current_(packer.runtime_, packer.device_),
@@ -157,17 +157,17 @@ void GpuPacker::check_fits(uint64_t bytes) const {
 }
 
 Digest GpuPacker::pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
-                       uint64_t seed, bool with_digest) {
-  return move(true, plan, begin, end, wire, seed, with_digest);
+                       uint64_t seed, bool with_digest, WireIn in) {
+  return move(true, plan, begin, end, wire, seed, with_digest, in);
 }
 
 Digest GpuPacker::unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
-                         uint64_t seed, bool with_digest) {
-  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest);
+                         uint64_t seed, bool with_digest, WireIn in) {
+  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest, in);
 }
 
 Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end,
-                       std::byte* wire, uint64_t seed, bool with_digest) {
+                       std::byte* wire, uint64_t seed, bool with_digest, WireIn in) {
   const uint64_t bytes = end - begin;
   check_fits(bytes);
   const gpu::RawTable table(plan, begin, end);
@@ -175,28 +175,33 @@ Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_
   const std::string name = std::string(packs ? "kvxfer_pack_raw" : "kvxfer_unpack_raw") +
                            std::to_string(width) + (with_digest ? "" : "_no_digest");
 
-  Lease lane(*this, !packs);
+  // In a GPU's memory the kernel works on the bytes where they are. Who unpacks them may have them
+  // changed by the peer meanwhile: what is digested is what was loaded, once, and goes to the
+  // cache.
+  const bool here = in == WireIn::kHost;
+  Lease lane(*this, /*writes=*/!packs || !here);
   const GpuRuntime::Function kernel = functions_.at(name);
   constexpr size_t kDigestBytes = gpu::kDigestWords * sizeof(uint64_t);
   lane->begin_tables(room(table.pieces()) + up16(sizeof(RawChunk)) + up16(kDigestBytes));
   const uint64_t pieces = lane->add_table(std::span(table.pieces()));
-  const std::array<RawChunk, 1> chunk = {table.chunk(begin, end, lane->slot(), pieces)};
+  const uint64_t place = here ? lane->slot() : reinterpret_cast<uintptr_t>(wire);
+  const std::array<RawChunk, 1> chunk = {table.chunk(begin, end, place, pieces)};
   uint64_t chunks = lane->add_table(std::span<const RawChunk>(chunk));
   uint64_t digests = lane->add_zeros(kDigestBytes);
   uint32_t units = kUnits;
   lane->upload_tables();
   void* slot = reinterpret_cast<void*>(lane->slot());
-  if (!packs) {
+  if (!packs && here) {
     std::memcpy(lane->host_slot(), wire, bytes);
     runtime_.copy(slot, lane->host_slot(), bytes, lane->stream());
   }
   std::array<void*, 3> arguments = {&chunks, &digests, &units};
   runtime_.launch(kernel, gpu::raw_groups(chunk[0].bytes, kUnits), 1, kThreads, arguments.data(),
                   lane->stream());
-  if (packs) runtime_.copy(lane->host_slot(), slot, bytes, lane->stream());
+  if (packs && here) runtime_.copy(lane->host_slot(), slot, bytes, lane->stream());
   lane->download(digests, kDigestBytes);
   lane.finish();
-  if (packs) std::memcpy(wire, lane->host_slot(), bytes);
+  if (packs && here) std::memcpy(wire, lane->host_slot(), bytes);
   if (!with_digest) return Digest{};
   return gpu::finish_words(lane->read<uint64_t>(digests), bytes, seed);
 }
@@ -274,9 +279,12 @@ void GpuPacker::launch_panels(const std::string& name, uint32_t groups, PanelLau
 }
 
 CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                                  std::byte* wire, uint64_t seed) {
+                                  std::byte* wire, uint64_t seed, WireIn in) {
   check_fits(plan.most_bytes(begin, end));
-  Lease lane(*this, /*writes=*/false);
+  // Encoded in this GPU's memory first, wherever they go: kernels read some of what they write.
+  const bool here = in == WireIn::kHost;
+  Lease lane(*this, /*writes=*/!here);
+  std::byte* const out = here ? lane->host_slot() : wire;
   const GpuRuntime::Stream stream = lane->stream();
   const PanelLauncher panels(plan, begin, end, true, *lane, 0);
   lane->upload_tables();
@@ -286,29 +294,32 @@ CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_
   launch_panels("kvxfer_finish_chunks", 1, panels.launch(), stream);
   const uint64_t least = panels.least_bytes();
   const auto* slot = reinterpret_cast<const std::byte*>(lane->slot());
-  runtime_.copy(lane->host_slot(), slot, least, stream);
+  runtime_.copy(out, slot, least, stream);
   lane->download(panels.states(), sizeof(PanelState));
   lane.finish();
   const PanelState& state = *lane->read<PanelState>(panels.states());
   if (state.bytes > least) {
     check_fits(state.bytes);
-    runtime_.copy(lane->host_slot() + least, slot + least, state.bytes - least, stream);
+    runtime_.copy(out + least, slot + least, state.bytes - least, stream);
     lane.finish();
   }
-  std::memcpy(wire, lane->host_slot(), state.bytes);
+  if (here) std::memcpy(wire, out, state.bytes);
   return {state.bytes, state.exceptions, gpu::finish_words(state.digest, state.bytes, seed)};
 }
 
 DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                                      const std::byte* wire, uint64_t bytes, uint64_t seed) {
+                                      const std::byte* wire, uint64_t bytes, uint64_t seed,
+                                      WireIn in) {
   check_fits(bytes);
   Lease lane(*this, /*writes=*/true);
   const GpuRuntime::Stream stream = lane->stream();
   const PanelLauncher panels(plan, begin, end, false, *lane, bytes);
   lane->upload_tables();
   // A copy of our own: whatever the peer does to `wire` from now on changes nothing.
-  std::memcpy(lane->host_slot(), wire, bytes);
-  runtime_.copy(reinterpret_cast<void*>(lane->slot()), lane->host_slot(), bytes, stream);
+  const std::byte* from = wire;
+  if (in == WireIn::kHost)
+    from = static_cast<std::byte*>(std::memcpy(lane->host_slot(), wire, bytes));
+  runtime_.copy(reinterpret_cast<void*>(lane->slot()), from, bytes, stream);
   launch_panels("kvxfer_check_chunks", 1, panels.launch(), stream);
   panels.for_each_order([&](const std::string& name, uint32_t groups, const PanelLaunch& launch) {
     launch_panels(name, groups, launch, stream);
@@ -326,6 +337,27 @@ DecodedChunk GpuPacker::unpack_panels(const PanelPlan& plan, uint32_t begin, uin
   return {gpu::finish_words(state.digest, state.bytes, seed),
           {state.clamped, state.inexact},
           state.exceptions};
+}
+
+void GpuPacker::read(std::byte* to, const std::byte* from, uint64_t bytes) {
+  check_fits(bytes);
+  Lease lane(*this, /*writes=*/false);
+  runtime_.copy(lane->host_slot(), from, bytes, lane->stream());
+  lane.finish();
+  std::memcpy(to, lane->host_slot(), bytes);
+}
+
+void GpuPacker::write(std::byte* to, const std::byte* from, uint64_t bytes) {
+  check_fits(bytes);
+  Lease lane(*this, /*writes=*/true);
+  std::memcpy(lane->host_slot(), from, bytes);
+  runtime_.copy(to, lane->host_slot(), bytes, lane->stream());
+  lane.finish();
+}
+
+bool GpuPacker::given_up() const {
+  const std::lock_guard lock(mutex_);
+  return given_up_;
 }
 
 void GpuPacker::zero(std::span<const Run> runs) {

@@ -25,8 +25,12 @@ namespace kvxfer {
 
 class GpuLane;
 
+// Where the bytes of a chunk are: memory of the host, or of a GPU that the packer's can reach, its
+// own or another process's. There they begin at a multiple of 16.
+enum class WireIn : uint8_t { kHost, kGpu };
+
 // pack() and unpack() of kvxfer/pack.h and kvxfer/panel_plan.h for caches in one GPU's memory: the
-// same bytes and digests. `wire` is memory of the host. Each call runs on a stream of its own,
+// same bytes and digests. Each call runs on a stream of its own,
 // which waits for no other, and returns when its bytes are there. Thread-safe: as many calls as
 // there are lanes run side by side, others wait for one of them.
 //
@@ -44,15 +48,20 @@ class GpuPacker {
   GpuPacker& operator=(const GpuPacker&) = delete;
 
   Digest pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire, uint64_t seed,
-              bool with_digest);
+              bool with_digest, WireIn in = WireIn::kHost);
   Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
-                uint64_t seed, bool with_digest);
+                uint64_t seed, bool with_digest, WireIn in = WireIn::kHost);
 
   CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
-                         uint64_t seed);
+                         uint64_t seed, WireIn in = WireIn::kHost);
   // Throws Error(kProtocol) for a chunk that is not what the plan expects, and writes nothing then.
   DecodedChunk unpack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end,
-                             const std::byte* wire, uint64_t bytes, uint64_t seed);
+                             const std::byte* wire, uint64_t bytes, uint64_t seed,
+                             WireIn in = WireIn::kHost);
+
+  // Up to a chunk from memory of a GPU to the host's, and back.
+  void read(std::byte* to, const std::byte* from, uint64_t bytes);
+  void write(std::byte* to, const std::byte* from, uint64_t bytes);
 
   // Zeroes memory on the device.
   void zero(std::span<const Run> runs);
@@ -61,6 +70,8 @@ class GpuPacker {
   void hurry() { hurried_ = true; }
 
   int device() const { return device_; }
+  // What was told to write may do so yet, until the process ends.
+  bool given_up() const;
 
  private:
   class Lease;
@@ -68,7 +79,7 @@ class GpuPacker {
   // The first that is for the device and has all kernels: one that lacks some would fail later.
   void load(std::span<const CodeObject> code);
   Digest move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
-              uint64_t seed, bool with_digest);
+              uint64_t seed, bool with_digest, WireIn in);
   void launch_panels(const std::string& name, uint32_t groups, gpu::PanelLaunch launch,
                      GpuRuntime::Stream stream);
   void check_fits(uint64_t bytes) const;
@@ -79,7 +90,7 @@ class GpuPacker {
   GpuRuntime::Module module_ = nullptr;
   std::map<std::string, GpuRuntime::Function> functions_;
   std::shared_ptr<const void> code_;  // a runtime may read it when a kernel is first launched
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   const UniqueHere<std::condition_variable> freed_{new std::condition_variable};
   std::vector<std::unique_ptr<GpuLane>> lanes_;
   std::vector<GpuLane*> free_;

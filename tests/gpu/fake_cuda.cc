@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -30,6 +31,7 @@ int code(Problem problem) {
     case Problem::kLost: return 719;
     case Problem::kCaptureUnsupported: return 900;
     case Problem::kCaptureInvalidated: return 901;
+    case Problem::kAlreadyMapped: return 208;
   }
   return 999;
 }
@@ -215,5 +217,40 @@ FAKE int cuLaunchKernel(void* function, unsigned groups_x, unsigned groups_y, un
                         void** arguments, void**) {
   return call("cuLaunchKernel", [&] {
     return gpus().launch(function, groups_x, groups_y, threads, arguments, stream);
+  });
+}
+FAKE int cuDeviceGetUuid_v2(void* uuid, int device) {
+  return call("cuDeviceGetUuid", [&] {
+    std::snprintf(static_cast<char*>(uuid), 16, "fake-gpu-%d", device);
+    return Problem::kNone;
+  });
+}
+FAKE int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return call("cuDeviceCanAccessPeer", [&] {
+    *can = device != peer && std::getenv("FAKE_GPU_NO_PEERS") == nullptr;
+    return Problem::kNone;
+  });
+}
+FAKE int cuIpcGetMemHandle(FakeGpus::IpcHandle* handle, Address address) {
+  return call("cuIpcGetMemHandle", [&] { return gpus().export_handle(address, *handle); });
+}
+FAKE int cuIpcOpenMemHandle_v2(Address* address, FakeGpus::IpcHandle handle, unsigned flags) {
+  return call("cuIpcOpenMemHandle", [&] {
+    uintptr_t base = 0;
+    const Problem problem = gpus().open_handle(handle, flags, base);
+    *address = base;
+    return problem;
+  });
+}
+FAKE int cuIpcCloseMemHandle(Address address) {
+  return call("cuIpcCloseMemHandle", [&] { return gpus().close_handle(address); });
+}
+FAKE int cuMemGetAddressRange_v2(Address* base, size_t* bytes, Address address) {
+  return call("cuMemGetAddressRange", [&] {
+    const auto memory = gpus().find(address);
+    if (!memory) return Problem::kInvalidValue;
+    *base = memory->base;
+    *bytes = memory->bytes;
+    return Problem::kNone;
   });
 }

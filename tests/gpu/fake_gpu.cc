@@ -1,5 +1,7 @@
 #include "gpu/fake_gpu.h"
 
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -144,29 +146,163 @@ void FakeGpus::hold_device(int device, bool held) {
   changed_.notify_all();
 }
 
-Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base) {
+Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead) {
   if (current().empty()) return Problem::kInvalidContext;
   if (bytes == 0) return Problem::kInvalidValue;
   const size_t mapped = whole_pages(lead_of(kind) + bytes);
-  void* address =
-      ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) return Problem::kOutOfMemory;
+  int fd = -1;
+  if (kind == Kind::kDevice) {
+    fd = ::memfd_create("fake-gpu", MFD_CLOEXEC);
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(lead + mapped)) != 0) {
+      if (fd >= 0) ::close(fd);
+      return Problem::kOutOfMemory;
+    }
+  }
+  const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* address = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, flags, fd,
+                         fd >= 0 ? static_cast<off_t>(lead) : 0);
+  if (address == MAP_FAILED) {
+    if (fd >= 0) ::close(fd);
+    return Problem::kOutOfMemory;
+  }
   base = reinterpret_cast<uintptr_t>(address) + lead_of(kind);
   const std::lock_guard lock(mutex_);
   std::memset(address, 0xd5, mapped);
   if (kind == Kind::kDevice) ::mprotect(address, mapped, PROT_NONE);
-  memory_[base] = {kind, current().back(), base, bytes};
+  memory_[base] = {kind, current().back(), base, bytes, fd, lead};
   return Problem::kNone;
 }
+
+namespace {
+
+// Behind the memory of an allocation, from when it is exported.
+struct Openers {
+  std::array<std::atomic<int>, 64> pids;
+};
+
+struct HandleOf {
+  int magic, pid, fd, device;
+  size_t lead, bytes;
+};
+static_assert(sizeof(HandleOf) <= sizeof(FakeGpus::IpcHandle));
+constexpr int kMagic = 0x1bc0ffee;
+
+size_t openers_at(size_t lead, size_t bytes) { return lead + whole_pages(kLead + bytes); }
+
+// Whether one of the pids was `from`, and is `to` now.
+bool change_opener(int fd, size_t at, int from, int to) {
+  void* page =
+      ::mmap(nullptr, page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(at));
+  if (page == MAP_FAILED) return false;
+  bool changed = false;
+  for (auto& pid : static_cast<Openers*>(page)->pids) {
+    int expected = from;
+    changed = pid.compare_exchange_strong(expected, to);
+    if (changed) break;
+  }
+  ::munmap(page, page_bytes());
+  return changed;
+}
+
+bool is_open_elsewhere(int fd, size_t at) {
+  void* page = ::mmap(nullptr, page_bytes(), PROT_READ, MAP_SHARED, fd, static_cast<off_t>(at));
+  if (page == MAP_FAILED) return false;
+  const auto& pids = static_cast<const Openers*>(page)->pids;
+  const bool open = std::any_of(pids.begin(), pids.end(),
+                                [](const auto& pid) { return pid != 0 && ::kill(pid, 0) == 0; });
+  ::munmap(page, page_bytes());
+  return open;
+}
+
+}  // namespace
 
 Problem FakeGpus::release(uintptr_t base, Kind kind) {
   const std::lock_guard lock(mutex_);
   const auto found = memory_.find(base);
-  if (found == memory_.end() || found->second.kind != kind) return Problem::kInvalidValue;
+  if (found == memory_.end() || found->second.kind != kind || found->second.owner != 0) {
+    return Problem::kInvalidValue;
+  }
+  const Memory& memory = found->second;
   const size_t lead = lead_of(kind);
-  ::munmap(reinterpret_cast<void*>(base - lead), whole_pages(lead + found->second.bytes));
+  const size_t openers = openers_at(memory.lead, memory.bytes);
+  if (memory.fd >= 0 && ::lseek(memory.fd, 0, SEEK_END) > static_cast<off_t>(openers) &&
+      is_open_elsewhere(memory.fd, openers)) {
+    ++early_frees_;
+  }
+  ::munmap(reinterpret_cast<void*>(base - lead), whole_pages(lead + memory.bytes));
+  if (memory.fd >= 0) ::close(memory.fd);
   memory_.erase(found);
   return Problem::kNone;
+}
+
+Problem FakeGpus::export_handle(uintptr_t address, IpcHandle& handle) {
+  const auto memory = find(address);
+  if (!memory || memory->kind != Kind::kDevice || memory->owner != 0) return Problem::kInvalidValue;
+  const size_t size = openers_at(memory->lead, memory->bytes) + page_bytes();
+  if (::ftruncate(memory->fd, static_cast<off_t>(size)) != 0) return Problem::kOutOfMemory;
+  const HandleOf about{kMagic, ::getpid(), memory->fd, memory->device, memory->lead, memory->bytes};
+  handle = {};
+  std::memcpy(handle.data(), &about, sizeof(about));
+  return Problem::kNone;
+}
+
+Problem FakeGpus::open_handle(const IpcHandle& handle, unsigned flags, uintptr_t& base) {
+  HandleOf about{};
+  std::memcpy(&about, handle.data(), sizeof(about));
+  if (flags != 1 || about.magic != kMagic) return Problem::kInvalidValue;
+  if (current().empty() || about.pid == ::getpid()) return Problem::kInvalidContext;
+  const int used_on = current().back();
+  const std::lock_guard lock(mutex_);
+  for (const auto& [known, memory] : memory_) {
+    if (memory.owner == about.pid && memory.owners_fd == about.fd && memory.used_on == used_on) {
+      return Problem::kAlreadyMapped;
+    }
+  }
+  const std::string path = "/proc/" + std::to_string(about.pid) + "/fd/" + std::to_string(about.fd);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return Problem::kInvalidHandle;
+  const size_t mapped = whole_pages(kLead + about.bytes);
+  const int kind = wrongly_ ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED;
+  void* address = ::mmap(nullptr, mapped, PROT_NONE, kind, wrongly_ ? -1 : fd,
+                         wrongly_ ? 0 : static_cast<off_t>(about.lead));
+  if (address == MAP_FAILED ||
+      !change_opener(fd, openers_at(about.lead, about.bytes), 0, ::getpid())) {
+    ::close(fd);
+    return Problem::kOutOfMemory;
+  }
+  base = reinterpret_cast<uintptr_t>(address) + kLead;
+  memory_[base] = {Kind::kDevice, about.device, base,     about.bytes, fd,
+                   about.lead,    about.pid,    about.fd, used_on};
+  ++opened_by_us_;
+  return Problem::kNone;
+}
+
+Problem FakeGpus::close_handle(uintptr_t base) {
+  const std::lock_guard lock(mutex_);
+  const auto found = memory_.find(base);
+  if (found == memory_.end() || found->second.owner == 0) return Problem::kInvalidValue;
+  const Memory& memory = found->second;
+  ::munmap(reinterpret_cast<void*>(base - kLead), whole_pages(kLead + memory.bytes));
+  change_opener(memory.fd, openers_at(memory.lead, memory.bytes), ::getpid(), 0);
+  ::close(memory.fd);
+  memory_.erase(found);
+  return Problem::kNone;
+}
+
+void FakeGpus::open_wrongly(bool wrong) {
+  const std::lock_guard lock(mutex_);
+  wrongly_ = wrong;
+}
+
+void FakeGpus::damage() {
+  const std::lock_guard lock(mutex_);
+  const auto largest = std::max_element(
+      memory_.begin(), memory_.end(),
+      [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+  open_memory(true);
+  auto* bytes = reinterpret_cast<unsigned char*>(largest->first);
+  for (size_t i = 0; i + 64 < largest->second.bytes; i += 64) bytes[i] ^= 1;
+  open_memory(false);
 }
 
 std::optional<FakeGpus::Memory> FakeGpus::find(uintptr_t address) {
@@ -370,4 +506,16 @@ extern "C" __attribute__((visibility("default"))) void fake_gpu_hold(void* strea
 }
 extern "C" __attribute__((visibility("default"))) void fake_gpu_hold_device(int device, int held) {
   kvxfer::fake::FakeGpus::instance().hold_device(device, held != 0);
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_open_wrongly(int wrong) {
+  kvxfer::fake::FakeGpus::instance().open_wrongly(wrong != 0);
+}
+extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_opened() {
+  return kvxfer::fake::FakeGpus::instance().opened();
+}
+extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_early_frees() {
+  return kvxfer::fake::FakeGpus::instance().early_frees();
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_damage() {
+  kvxfer::fake::FakeGpus::instance().damage();
 }

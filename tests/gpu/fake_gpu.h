@@ -1,6 +1,8 @@
 #ifndef KVXFER_TESTS_GPU_FAKE_GPU_H_
 #define KVXFER_TESTS_GPU_FAKE_GPU_H_
 
+#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +31,7 @@ enum class Problem : uint8_t {
   kLost,                // the device is gone
   kCaptureUnsupported,  // a call that a capture forbids
   kCaptureInvalidated,  // that of a graph, by such a call
+  kAlreadyMapped,       // memory of another process, for this device
 };
 
 // Devices whose memory is the host's, closed to everybody but their own work: who reads or writes
@@ -42,7 +45,15 @@ class FakeGpus {
     int device = 0;
     uintptr_t base = 0;
     size_t bytes = 0;
+    int fd = -1;  // of what is behind a device's
+    // In it the memory begins so much later: an allocator cuts several out of one.
+    size_t lead = 0;
+    // Of memory of another process: that, its descriptor there, and for which device it was opened.
+    int owner = 0;
+    int owners_fd = -1;
+    int used_on = 0;
   };
+  using IpcHandle = std::array<std::byte, 64>;
   struct Stream {
     int device = 0;
     std::deque<std::function<void()>> work;
@@ -87,9 +98,22 @@ class FakeGpus {
   // The same for all streams of a device.
   void hold_device(int device, bool held);
 
-  Problem allocate(Kind kind, size_t bytes, uintptr_t& base);
+  // `lead`: a multiple of the page, see Memory.
+  Problem allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead = 0);
   Problem release(uintptr_t base, Kind kind);
   std::optional<Memory> find(uintptr_t address);
+  // Between processes.
+  Problem export_handle(uintptr_t address, IpcHandle& handle);
+  Problem open_handle(const IpcHandle& handle, unsigned flags, uintptr_t& base);
+  Problem close_handle(uintptr_t base);
+  // What is opened is other memory than what was asked for.
+  void open_wrongly(bool wrong);
+  // Memory of this process that others have open, and that was freed while they had.
+  uint64_t opened() const { return opened_by_us_; }
+  uint64_t early_frees() const { return early_frees_; }
+  // Flips a bit in every 64th byte of the largest allocation, but for its last 64 bytes.
+  void damage();
+
   // A descriptor of as many bytes, for dmabufs.
   Problem export_memory(uintptr_t base, size_t bytes, int& fd);
 
@@ -132,6 +156,8 @@ class FakeGpus {
   std::map<std::string, std::pair<uint32_t, Problem>> failures_;
   std::map<std::string, uint64_t> calls_;
   std::string stalled_;
+  bool wrongly_ = false;
+  std::atomic<uint64_t> opened_by_us_ = 0, early_frees_ = 0;
   bool lost_ = false;
   bool all_held_ = false;
   std::set<void*> held_;

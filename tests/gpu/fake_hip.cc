@@ -1,6 +1,7 @@
 // The entry points of libamdhip64 and libhsa-runtime64 that are used, over FakeGpus.
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -30,6 +31,7 @@ int code(Problem problem) {
     case Problem::kLost: return 719;
     case Problem::kCaptureUnsupported: return 900;
     case Problem::kCaptureInvalidated: return 901;
+    case Problem::kAlreadyMapped: return 208;
   }
   return 999;
 }
@@ -203,5 +205,42 @@ FAKE int hipModuleLaunchKernel(void* function, unsigned groups_x, unsigned group
                                void** arguments, void**) {
   return call("hipModuleLaunchKernel", [&] {
     return gpus().launch(function, groups_x, groups_y, threads, arguments, stream);
+  });
+}
+FAKE int hipDeviceGetUuid(void* uuid, int device) {
+  return call("hipDeviceGetUuid", [&] {
+    std::snprintf(static_cast<char*>(uuid), 16, "fake-gpu-%d", device);
+    return Problem::kNone;
+  });
+}
+FAKE int hipDeviceCanAccessPeer(int* can, int device, int peer) {
+  return call("hipDeviceCanAccessPeer", [&] {
+    *can = device != peer && std::getenv("FAKE_GPU_NO_PEERS") == nullptr;
+    return Problem::kNone;
+  });
+}
+FAKE int hipIpcGetMemHandle(FakeGpus::IpcHandle* handle, void* address) {
+  return call("hipIpcGetMemHandle",
+              [&] { return gpus().export_handle(reinterpret_cast<uintptr_t>(address), *handle); });
+}
+FAKE int hipIpcOpenMemHandle(void** address, FakeGpus::IpcHandle handle, unsigned flags) {
+  return call("hipIpcOpenMemHandle", [&] {
+    uintptr_t base = 0;
+    const Problem problem = gpus().open_handle(handle, flags, base);
+    *address = reinterpret_cast<void*>(base);
+    return problem;
+  });
+}
+FAKE int hipIpcCloseMemHandle(void* address) {
+  return call("hipIpcCloseMemHandle",
+              [&] { return gpus().close_handle(reinterpret_cast<uintptr_t>(address)); });
+}
+FAKE int hipMemGetAddressRange(void** base, size_t* bytes, void* address) {
+  return call("hipMemGetAddressRange", [&] {
+    const auto memory = gpus().find(reinterpret_cast<uintptr_t>(address));
+    if (!memory) return Problem::kInvalidValue;
+    *base = reinterpret_cast<void*>(memory->base);
+    *bytes = memory->bytes;
+    return Problem::kNone;
   });
 }

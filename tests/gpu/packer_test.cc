@@ -4,11 +4,13 @@
 
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <filesystem>
 #include <thread>
 #include <vector>
 
 #include "device/gpu_event.h"
+#include "device/gpu_peer_memory.h"
 #include "engine/gpu_gate.h"
 #include "gpu/aligned_bytes.h"
 #include "gpu/fake_library.h"
@@ -481,6 +483,133 @@ TEST_CASE("gpu runtime: without a library or a device there is a reason") {
   ::setenv("KVXFER_CUDA_LIBRARY", KVXFER_FAKE_GPU, 1);
   library.fail("cuInit");
   CHECK(load_gpu_runtime(GpuVendor::kNvidia).why_not.find("cuInit failed") != std::string::npos);
+}
+
+// A process with memory on device 0, which ends with this object.
+struct OtherProcess {
+  OtherProcess(GpuVendor vendor, uint64_t bytes) {
+    std::array<int, 2> answer{};
+    REQUIRE(::pipe(answer.data()) == 0);
+    pid = ::fork();
+    if (pid == 0) {
+      try {
+        const auto runtime = load_gpu_runtime(vendor).runtime;
+        const CurrentDevice current(*runtime, 0);
+        handle = runtime->export_memory(runtime->allocate(bytes));
+        static_cast<void>(!::write(answer[1], handle.data(), handle.size()));
+        while (true) ::pause();
+      } catch (...) {
+      }
+      ::_exit(1);
+    }
+    ::close(answer[1]);
+    CHECK(::read(answer[0], handle.data(), handle.size()) == static_cast<ssize_t>(handle.size()));
+    ::close(answer[0]);
+  }
+  ~OtherProcess() { end(); }
+  void end() {
+    if (pid <= 0) return;
+    ::kill(pid, SIGKILL);
+    ::waitpid(std::exchange(pid, 0), nullptr, 0);
+  }
+
+  pid_t pid = 0;
+  GpuIpcHandle handle{};
+};
+
+TEST_CASE("gpu packer: chunks in the memory of another process are the host's") {
+  for (const GpuVendor vendor : kVendors) {
+    const Rig rig(vendor);
+    CAPTURE(rig.runtime().name());
+    GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 2, kLimit);
+    OtherProcess other(vendor, 2 * kSlot);
+    const auto open = [&](uint64_t bytes) {
+      return GpuPeerMemory(rig.search.runtime, 1, other.handle, bytes);
+    };
+    // Refused the second time by the runtime, so it is asked once; and closed each time.
+    CHECK_THROWS_WITH_AS(open(2 * kSlot + 1), doctest::Contains("where it said"), Error);
+    for (uint32_t seed = 0; seed < 3; ++seed) {
+      CAPTURE(seed);
+      const GpuPeerMemory first = open(2 * kSlot), second = open(kSlot);
+      REQUIRE(first.data() == second.data());
+      std::byte* const wire = first.data() + kSlot / 2;
+      Random random(seed + 900);
+      const CacheShape shape = random_number_shape(random);
+      const Request request = random_request(random, shape);
+      const PanelFormat format = random_format(random, shape, request);
+      AlignedBytes memory(shape.bytes());
+      fill_numbers(random, shape.element, memory.data(), memory.size(), 50);
+      AlignedBytes poison(shape.bytes(), 0x5a), reference(shape.bytes(), 0x5a);
+      const DeviceCache from(rig.runtime(), memory), to(rig.runtime(), poison);
+      const CopyPlan host = request.plan(shape.layout(memory.data()));
+      const CopyPlan host_to = request.plan(shape.layout(reference.data()));
+      const CopyPlan device = request.plan(shape.layout(from.data()));
+      const CopyPlan device_to = request.plan(shape.layout(to.data()));
+      const auto cuts = cut_chunks(host, 30000);
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const uint64_t begin = cuts[i], end = cuts[i + 1];
+        AlignedBytes expected(end - begin), found(end - begin);
+        const Digest digest = pack(host, begin, end, expected.data(), seed);
+        CHECK(packer.pack(device, begin, end, wire, seed, true, WireIn::kGpu) == digest);
+        packer.read(found.data(), wire, found.size());
+        CHECK(found == expected);
+        CHECK(packer.unpack(device_to, begin, end, wire, seed, true, WireIn::kGpu) == digest);
+        unpack(host_to, begin, end, expected.data(), seed);
+      }
+      CHECK(to.read() == reference);
+      const auto plan = [&](std::byte* data) {
+        return PanelPlan(shape.layout(data), request.table, request.slice, request.plane_of,
+                         format);
+      };
+      const PanelPlan panels = plan(memory.data());
+      const uint32_t last = std::min(3u, panels.num_panels());
+      AlignedBytes expected(panels.most_bytes(0, last));
+      const CodedChunk said = pack_panels(panels, 0, last, expected.data(), seed);
+      const CodedChunk coded =
+          packer.pack_panels(plan(from.data()), 0, last, wire, seed, WireIn::kGpu);
+      CHECK(coded.bytes == said.bytes);
+      CHECK(coded.digest == said.digest);
+      AlignedBytes found(expected.size());
+      packer.read(found.data(), wire, coded.bytes);
+      CHECK(found == expected);
+      CHECK(packer.unpack_panels(plan(to.data()), 0, last, wire, coded.bytes, seed, WireIn::kGpu)
+                .digest == said.digest);
+      unpack_panels(plan(reference.data()), 0, last, expected.data(), said.bytes, seed);
+      CHECK(to.read() == reference);
+      *expected.data() ^= std::byte{1};
+      packer.write(wire, expected.data(), 1);
+      CHECK_THROWS_WITH_AS(
+          packer.unpack_panels(plan(to.data()), 0, last, wire, coded.bytes, seed, WireIn::kGpu),
+          doctest::Contains("another header"), Error);
+    }
+    const CurrentDevice current(rig.runtime(), 1);
+    const GpuBytes own(rig.runtime(), GpuBytes::Where::kDevice, 64);
+    const GpuIpcHandle ours = rig.runtime().export_memory(own.address());
+    CHECK_THROWS_AS(GpuPeerMemory(rig.search.runtime, 1, ours, 64), Error);
+    other.end();
+    CHECK_THROWS_AS(open(kSlot), Error);
+  }
+}
+
+TEST_CASE("gpu packer: who hurries waits for what goes into a peer's memory") {
+  const Rig rig(GpuVendor::kNvidia);
+  CacheShape shape;
+  shape.contents = {128};
+  Random random(1);
+  const Request request = random_request(random, shape);
+  AlignedBytes memory(shape.bytes());
+  const DeviceCache from(rig.runtime(), memory), peers(rig.runtime(), AlignedBytes(kSlot));
+  const CopyPlan plan = request.plan(shape.layout(from.data()));
+  GpuPacker packer(rig.runtime(), 1, rig.code, kSlot, 1, kLimit);
+  rig.library.hold(true);
+  packer.hurry();
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1300));
+    rig.library.hold(false);
+  });
+  CHECK_NOTHROW(packer.pack(plan, 0, plan.wire_bytes(), peers.data(), 1, true, WireIn::kGpu));
+  CHECK(!packer.given_up());
+  later.join();
 }
 
 }  // namespace
