@@ -139,7 +139,8 @@ void register_options(py::module_& module) {
       .def_readwrite("peer_bytes", &AgentOptions::peer_bytes)
       .def_readwrite("digest", &AgentOptions::digest)
       .def_readwrite("lock_arena", &AgentOptions::lock_arena)
-      .def_readwrite("gpu_timeout", &AgentOptions::gpu_timeout);
+      .def_readwrite("gpu_timeout", &AgentOptions::gpu_timeout)
+      .def_readwrite("gpu_ipc", &AgentOptions::gpu_ipc);
 
   py::class_<LoopbackFaults>(module, "LoopbackFaults")
       .def(py::init<>())

@@ -288,6 +288,7 @@ class AgentOptions:
     digest: bool
     lock_arena: bool
     gpu_timeout: float
+    gpu_ipc: bool
     def __init__(self) -> None: ...
 
 class LoopbackFaults:

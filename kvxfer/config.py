@@ -280,6 +280,12 @@ class Config:
         "seconds",
         "that a GPU has for a chunk, and a stream to get to where an offer is ready",
     )
+    gpu_ipc: bool = _knob(
+        "KVXFER_GPU_IPC",
+        True,
+        "bool",
+        "between caches on GPUs of one host, chunks go from GPU to GPU; takes arena_bytes of each",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -351,7 +357,7 @@ class Config:
         options.heartbeat_timeout = self.heartbeat_timeout
         options.peer_bytes = self.peer_bytes
         options.digest, options.lock_arena = self.digest, self.lock_arena
-        options.gpu_timeout = self.gpu_timeout
+        options.gpu_timeout, options.gpu_ipc = self.gpu_timeout, self.gpu_ipc
         options.path = self.path
         return options
 

@@ -220,7 +220,10 @@ void Agent::close() {
   if (core.registrar) core.registrar->stop();
   Guard guard(core);
   // Without these, adapters that have not let go reach no cache of ours.
-  for (const auto& [id, peer] : core.peers) take_registered(*peer, std::nullopt);
+  for (const auto& [id, peer] : core.peers) {
+    take_registered(*peer, std::nullopt);
+    abandon_exposed(*peer);
+  }
   for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
     if (core.slots[slot].fenced) free_slot(core, slot);
   }

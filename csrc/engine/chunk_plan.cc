@@ -105,37 +105,37 @@ uint64_t ChunkPlan::seed(uint32_t chunk, const Generation& generation) const {
 }
 
 PackedChunk ChunkPlan::pack(uint32_t chunk, std::byte* wire, const Generation& generation,
-                            bool with_digest, bool stream, GpuPacker* gpu) const {
+                            bool with_digest, bool stream, GpuPacker* gpu, WireIn in) const {
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   const uint64_t place = seed(chunk, generation);
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
     const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const CodedChunk coded =
-        gpu != nullptr ? gpu->pack_panels(*panels, first, last, wire, place)
+        gpu != nullptr ? gpu->pack_panels(*panels, first, last, wire, place, in)
                        : pack_panels(*panels, first, last, wire, place, with_digest, stream);
     return {coded.bytes, coded.exceptions, coded.digest};
   }
   const CopyPlan& copy = std::get<CopyPlan>(plan_);
   const Digest digest = gpu != nullptr
-                            ? gpu->pack(copy, begin, end, wire, place, with_digest)
+                            ? gpu->pack(copy, begin, end, wire, place, with_digest, in)
                             : kvxfer::pack(copy, begin, end, wire, place, with_digest, stream);
   return {static_cast<uint32_t>(end - begin), 0, digest};
 }
 
 UnpackedChunk ChunkPlan::unpack(uint32_t chunk, const std::byte* wire, uint32_t bytes,
-                                const Generation& generation, bool with_digest,
-                                GpuPacker* gpu) const {
+                                const Generation& generation, bool with_digest, GpuPacker* gpu,
+                                WireIn in) const {
   const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
   const uint64_t place = seed(chunk, generation);
   if (const auto* panels = std::get_if<PanelPlan>(&plan_)) {
     const auto first = static_cast<uint32_t>(begin), last = static_cast<uint32_t>(end);
     const DecodedChunk decoded =
-        gpu != nullptr ? gpu->unpack_panels(*panels, first, last, wire, bytes, place)
+        gpu != nullptr ? gpu->unpack_panels(*panels, first, last, wire, bytes, place, in)
                        : unpack_panels(*panels, first, last, wire, bytes, place, with_digest);
     return {decoded.digest, decoded.loss, decoded.exceptions};
   }
   const CopyPlan& copy = std::get<CopyPlan>(plan_);
-  const Digest digest = gpu != nullptr ? gpu->unpack(copy, begin, end, wire, place, with_digest)
+  const Digest digest = gpu != nullptr ? gpu->unpack(copy, begin, end, wire, place, with_digest, in)
                                        : kvxfer::unpack(copy, begin, end, wire, place, with_digest);
   return {digest, {}, 0};
 }

@@ -28,7 +28,7 @@ struct UnpackedChunk {
 // What is sent for one part of a fetch, cut into chunks, mapped to one side's memory: plain memory,
 // or panels that are encoded. Both sides compute the same chunks from the same numbers, so a commit
 // need only name one. Immutable; safe to use from several threads. `gpu` is null for memory of the
-// host, else the packer of the device whose memory it is.
+// host, else the packer of the device whose memory it is; only then may `wire` be in a GPU's.
 class ChunkPlan {
  public:
   // No chunk is larger than `chunk_bytes`; with `per_layer` none spans two layers. Throws
@@ -51,10 +51,11 @@ class ChunkPlan {
 
   // `wire` has room for a chunk. `stream`: another core reads what is written there.
   PackedChunk pack(uint32_t chunk, std::byte* wire, const Generation& generation, bool with_digest,
-                   bool stream, GpuPacker* gpu) const;
+                   bool stream, GpuPacker* gpu, WireIn in = WireIn::kHost) const;
   // Throws Error(kProtocol) for a coded chunk that is not what was agreed on.
   UnpackedChunk unpack(uint32_t chunk, const std::byte* wire, uint32_t bytes,
-                       const Generation& generation, bool with_digest, GpuPacker* gpu) const;
+                       const Generation& generation, bool with_digest, GpuPacker* gpu,
+                       WireIn in = WireIn::kHost) const;
   // Of the bytes that pack() would leave for this chunk.
   Digest digest_of(uint32_t chunk, const std::byte* wire, uint32_t bytes,
                    const Generation& generation) const;

@@ -217,14 +217,21 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
     part->asks_direct = target->second.memory != nullptr;
     part->path_why = target->second.problem;
   }
+  if (may_use_gpu_slots(core, *part)) {
+    const auto exposed = peer.exposed.find(part->fetch->cache->gpu.get());
+    if (exposed == peer.exposed.end() || !exposed->second.ready()) {
+      return expose_and_start(core, part);
+    }
+    part->asks_gpu = exposed->second.arena != nullptr;
+    part->path_why = exposed->second.problem;
+  }
   part->id = peer.next_fetch_id++;
   peer.parts[part->id] = part;
   part->chunk_bytes = pick_chunk_bytes(core, *part);
   FetchReport& report = part->fetch->report;
   add_distinct(report.transport, peer.link->transport());
   add_distinct(report.link, peer.link->describe());
-  const bool on_gpu = part->fetch->cache->gpu != nullptr;
-  add_distinct(report.why, peer.why + (on_gpu ? "; GPU memory goes through the host's" : ""));
+  add_distinct(report.why, peer.why);
   // While there are plenty, slots go along with the question, which saves a round trip. They are
   // not worth waiting for: the offer may not be there for a long time. So no more than half of what
   // a peer may have where there are others: the rest is for offers of it that are there. Where they
@@ -240,7 +247,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
 }
 
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
-                   const wire::AcceptDirect* answer) {
+                   const wire::AcceptDirect* answer, const wire::AcceptGpu* gpu) {
   const auto found = peer.parts.find(accept.fetch_id);
   if (found == peer.parts.end()) return;
   const auto part = found->second;
@@ -249,7 +256,8 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
     throw Error(StatusCode::kProtocol, "ACCEPT came twice, or answers a DECLINE");
   }
   const bool direct = answer && answer->direct != 0;
-  if (part->asks_direct != (answer != nullptr) || (direct && accept.panel_tokens > 0)) {
+  if (part->asks_direct != (answer != nullptr) || part->asks_gpu != (gpu != nullptr) ||
+      (direct && accept.panel_tokens > 0)) {
     throw Error(StatusCode::kProtocol, "ACCEPT is no answer to what was asked");
   }
   try {
@@ -275,9 +283,15 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
   part->wanted = accept.per_layer != 0 ? 0 : chunks;  // else WANT says so, layer by layer
   part->accepted = true;
   part->direct = direct;
+  if (gpu && gpu->gpu != 0) part->gpu = peer.exposed.at(fetch.cache->gpu.get()).arena;
   report_accept(*part, accept);
-  add_distinct(part->fetch->report.path, direct ? "direct" : "staged");
-  add_distinct(part->fetch->report.path_why, answer ? answer->path_why : part->path_why);
+  add_distinct(part->fetch->report.path, direct ? "direct" : part->gpu ? "gpu-ipc" : "staged");
+  add_distinct(part->fetch->report.path_why, answer ? answer->path_why
+                                             : gpu  ? gpu->path_why
+                                                    : part->path_why);
+  if (fetch.cache->gpu && !direct && !part->gpu) {
+    add_distinct(part->fetch->report.why, "GPU memory goes through the host's");
+  }
   core.recorder.add(TraceKind::kAccept, fetch.spec.generation,
                     {.peer = peer.id, .bytes = accept.wire_bytes});
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/thread_pool.h"
 #include "base/unique_fd.h"
+#include "device/gpu_peer_memory.h"
 #include "engine/arena.h"
 #include "engine/chunk_plan.h"
 #include "engine/event_queue.h"
@@ -68,6 +69,25 @@ struct Registered {
   bool ready() const { return memory || !problem.empty(); }
 };
 
+// Consumer: a GPU's slots that a peer may write into, or why not; neither while they are prepared.
+struct Exposed {
+  std::shared_ptr<GpuArena> arena;
+  std::string problem;
+  uint32_t number = 0;  // on the link
+  bool told = false;    // the peer has the handle
+
+  bool ready() const { return arena || !problem.empty(); }
+};
+
+// Producer: such slots of a peer, as a device here has opened them, or why not.
+struct Imported {
+  std::shared_ptr<GpuDevice> device;
+  std::shared_ptr<GpuPeerMemory> memory;
+  std::string problem;
+
+  bool ready() const { return memory || !problem.empty(); }
+};
+
 // Producer: how chunks go from the offer's blocks straight into the consumer's.
 struct DirectServe {
   CopyPlan target;      // of the consumer's cache, whose lowest address is 0
@@ -111,14 +131,16 @@ struct Serve {
   std::shared_ptr<Peer> peer;
   wire::Fetch request;
   bool declines = false, given_up = false;
-  std::shared_ptr<OfferState> offer;                // null while it waits for one
-  uint8_t path = 0;                                 // of a FETCH_DIRECT
-  std::vector<uint32_t> blocks;                     // the same: the consumer's
-  bool registering = false;                         // waits for the cache to be registered
-  std::optional<ChunkPlan> plan;                    // once accepted
-  std::optional<DirectServe> direct;                // once accepted, unless it is staged
-  std::vector<int32_t> wire_layer;                  // cache layer -> wire layer, -1: not asked for
-  bool per_layer = false;                           // no chunk spans two layers
+  std::shared_ptr<OfferState> offer;  // null while it waits for one
+  uint8_t path = 0;                   // of a FETCH_DIRECT
+  std::vector<uint32_t> blocks;       // the same: the consumer's
+  uint32_t arena = 0;                 // of a FETCH_GPU
+  bool registering = false;           // waits for the cache, or arena, to be registered
+  std::optional<ChunkPlan> plan;      // once accepted
+  std::optional<DirectServe> direct;  // once accepted, unless it is staged
+  std::byte* gpu_slots = nullptr;     // once accepted so: Peer::imported has them open
+  std::vector<int32_t> wire_layer;    // cache layer -> wire layer, -1: not asked for
+  bool per_layer = false;             // no chunk spans two layers
   std::deque<std::pair<uint32_t, uint32_t>> ready;  // chunk ranges that may be sent
   std::deque<uint32_t> credits;
   uint32_t asked = 0;      // ready chunks that slots were asked for
@@ -149,6 +171,8 @@ struct Part {
   bool hungry = false;              // in AgentCore::hungry
   bool asks_direct = false;         // asked with FETCH_DIRECT
   bool direct = false;              // accepted so: no chunk goes through its slot
+  bool asks_gpu = false;            // asked with FETCH_GPU
+  std::shared_ptr<GpuArena> gpu;    // accepted so: its slots are in there
   std::string path_why;             // of one that does not ask
   bool sent = false, accepted = false, done = false;
 };
@@ -225,23 +249,30 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   uint32_t slot_bytes = 0;  // the other side's
   uint32_t schemes = 0;     // the same
   bool direct = false;      // both sides allow the direct path
+  bool gpu_ipc = false;     // the same of memory of GPUs
   std::atomic<TimePoint> last_heard{};
   // Producer side.
   std::map<uint32_t, KnownLayout> layouts;  // by remote cache id
   uint64_t layout_bytes = 0;                // of `held`
   std::map<OrderKey, WireOrder> orders;     // what choose_wire_order() has answered
   std::map<CacheId, Registered> sources;    // our caches
-  uint32_t staged = 0;                      // slots of AgentCore::staging that its chunks hold
-  uint64_t held = 0;                        // bytes that it has us keep: see budget.cc
+  std::map<uint32_t, wire::GpuArena> arenas;
+  std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported;  // of those
+  uint32_t staged = 0;  // slots of AgentCore::staging that its chunks hold
+  uint64_t held = 0;    // bytes that it has us keep: see budget.cc
   std::map<uint64_t, std::shared_ptr<Serve>> serves;
   // Consumer side.
   std::set<CacheId> announced;
   uint32_t granted = 0;                   // slots of the arena that it may use, or uses
   bool retired = false;                   // closed when it has nothing to do
   std::map<CacheId, Registered> targets;  // our caches that it may write into
+  std::map<GpuDevice*, Exposed> exposed;  // ours
   std::map<uint64_t, std::shared_ptr<Part>> parts;
   std::vector<std::shared_ptr<Part>> pending;  // until kReady
   uint64_t next_fetch_id = 1;
+
+  // Closes what is imported, on a thread of the device's, and then lets go of the link.
+  ~Peer() override;
 
   void on_message(Link& link, std::span<const std::byte> message) override;
   std::byte* on_incoming(Link& link, uint64_t offset, uint64_t size,
@@ -367,8 +398,8 @@ void renew_lease(OfferState& offer);
 
 // serve_plan.cc
 // Compares the two caches and the slice, decides how it is sent, and returns the ACCEPT, or
-// ACCEPT_DIRECT, that says so. Throws Error for what is refused. Nothing: the offer's cache is to
-// be registered with the peer's link first.
+// ACCEPT_DIRECT or ACCEPT_GPU, that says so. Throws Error for what is refused. Nothing: the offer's
+// cache is to be registered with the peer's link first, or the peer's arena to be opened.
 std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
                                         const OfferState& offer, const CacheLayout& theirs);
 
@@ -384,8 +415,9 @@ void keep_keys(AgentCore& core, Peer& peer, const wire::Memory& memory);
 void forget_layout(AgentCore& core, Peer& peer, uint32_t cache_id);
 double retry_seconds(const AgentCore& core);  // after which there may be room
 
-// producer.cc
-void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked);
+// producer.cc. `arena`: of a FETCH_GPU.
+void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked,
+                  uint32_t arena = 0);
 // Begins to serve, waits for the offer, or refuses.
 void find_offer(AgentCore& core, const std::shared_ptr<Serve>& serve);
 void handle_decline(AgentCore& core, const std::shared_ptr<Peer>& peer,
@@ -418,6 +450,19 @@ void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
 void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk,
                   uint32_t slot);
 
+// gpu_serve.cc
+// Throws Error(kProtocol) for one that makes no sense.
+void keep_gpu_arena(Peer& peer, wire::GpuArena arena);
+// As choose_path(), for chunks that go into the arena of a FETCH_GPU: then sets serve.gpu_slots.
+// None: it is to be opened first.
+std::optional<std::string> choose_gpu_slots(Serve& serve, const OfferState& offer);
+// Has the arena opened for the offer's device, and goes on with the serve then.
+void import_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
+                      const std::shared_ptr<OfferState>& offer);
+// A device that was given up may yet write into the peer's memory: until this process ends the peer
+// must not take that for over.
+void keep_for_good(const std::shared_ptr<Peer>& peer);
+
 // packing.cc
 void start_packs(AgentCore& core);
 
@@ -436,6 +481,16 @@ bool may_go_direct(const AgentCore& core, Part& part);
 void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
 // Ends the connections that a fetch that has ended waits for, if they don't let go of its blocks.
 void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
+
+// gpu_fetch.cc
+// Whether this agent allows memory of GPUs to be shared over a link that can.
+bool allows_gpu_ipc(const AgentCore& core, const Peer& peer);
+// Whether a part can ask for chunks in a GPU's slots; if not, says why in it where it might have.
+bool may_use_gpu_slots(const AgentCore& core, Part& part);
+// Has the slots prepared for the part's peer, and starts the part then.
+void expose_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
+// Agent::close() is over: who has not closed our memory by now may write there until it ends.
+void abandon_exposed(Peer& peer);
 
 // pinning.cc
 // Registers a cache with the peer's link on the registrar, and calls `then` there, without the
@@ -480,9 +535,9 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
 // One peer of a fetch fails: with it the fetch. Other parts of a decline go on.
 void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);
-// `answer`: what only ACCEPT_DIRECT says, or null.
+// `answer`: what only ACCEPT_DIRECT says, or null; `gpu`: the same of ACCEPT_GPU.
 void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
-                   const wire::AcceptDirect* answer);
+                   const wire::AcceptDirect* answer, const wire::AcceptGpu* gpu = nullptr);
 void handle_want(AgentCore& core, Peer& peer, const wire::Want& want);
 void handle_refused(AgentCore& core, Peer& peer, const wire::Refused& refused);
 

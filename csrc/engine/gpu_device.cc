@@ -86,6 +86,15 @@ void check_allocations(const GpuPlace& place) {
   }
 }
 
+std::shared_ptr<GpuArena> GpuDevice::arena(const AgentOptions& options) {
+  const std::lock_guard lock(making_arena_);
+  if (!arena_) {
+    const auto slots = static_cast<uint32_t>(options.arena_bytes / options.slot_bytes);
+    arena_ = std::make_shared<GpuArena>(runtime, *packer, slots, options.slot_bytes);
+  }
+  return arena_;
+}
+
 std::shared_ptr<GpuDevice> GpuDevices::get(const GpuPlace& place, const AgentOptions& options) {
   const std::pair key(place.runtime->vendor(), place.device);
   const auto check_open = [&] {
@@ -125,6 +134,8 @@ void GpuDevices::close() {
     device->pool->stop();
   }
   for (const auto& [key, device] : devices_) {
+    if (device->arena_ && device->packer->given_up()) device->arena_->abandon();
+    device->arena_.reset();
     device->packer.reset();
   }
   devices_.clear();

@@ -11,6 +11,7 @@
 #include "base/thread_pool.h"
 #include "device/gpu_event.h"
 #include "device/gpu_runtime.h"
+#include "engine/gpu_arena.h"
 #include "kvxfer/agent.h"
 #include "pack/gpu_packer.h"
 
@@ -22,6 +23,15 @@ struct GpuDevice {
   std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
   std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
   uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
+
+  // For producers on this host; made at the first call, which takes the device's time. Throws
+  // Error(kNoResources).
+  std::shared_ptr<GpuArena> arena(const AgentOptions& options);
+
+ private:
+  friend class GpuDevices;
+  std::mutex making_arena_;
+  std::shared_ptr<GpuArena> arena_;  // peers that were told of it hold it, too
 };
 
 // Where a cache on a GPU lies.

@@ -52,13 +52,28 @@ Status judge(const AgentCore& core, const Part& part, const wire::Commit& commit
               "16-bit floats, or of the same type and scale"};
 }
 
+// Whether what is in the slot does not match its digest, as far as that can be found out.
+bool is_damaged(const AgentCore& core, const Part& part, const wire::Commit& commit) {
+  try {
+    const std::byte* bytes = core.arena->slot(commit.slot);
+    std::vector<std::byte> copy;
+    if (part.gpu) {
+      copy.resize(commit.bytes);
+      part.fetch->cache->packer()->read(copy.data(), part.gpu->slot(commit.slot), commit.bytes);
+      bytes = copy.data();
+    }
+    return part.plan->digest_of(commit.chunk, bytes, commit.bytes, part.fetch->spec.generation) !=
+           commit.digest;
+  } catch (const std::exception&) {  // the device, or std::bad_alloc
+    return false;
+  }
+}
+
 // The same for one that could not be unpacked.
 Status judge_failure(const AgentCore& core, const Part& part, const wire::Commit& commit,
                      const Error& error) {
   // What was damaged on its way no longer matches its digest; else its producer wrote it so.
-  if (core.options.digest && !part.direct &&
-      part.plan->digest_of(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
-                           part.fetch->spec.generation) != commit.digest) {
+  if (core.options.digest && !part.direct && is_damaged(core, part, commit)) {
     return corrupt(part, commit);
   }
   return {error.code(), "'" + part.peer->name + "': chunk " + std::to_string(commit.chunk) +
@@ -73,9 +88,10 @@ Status unpack_commit(const AgentCore& core, const Part& part, const wire::Commit
       chunk.digest = part.plan->digest_in_place(commit.chunk, part.fetch->spec.generation);
       return judge(core, part, commit, chunk);
     }
-    chunk = part.plan->unpack(commit.chunk, core.arena->slot(commit.slot), commit.bytes,
-                              part.fetch->spec.generation, core.options.digest,
-                              part.fetch->cache->packer());
+    chunk = part.plan->unpack(
+        commit.chunk, part.gpu ? part.gpu->slot(commit.slot) : core.arena->slot(commit.slot),
+        commit.bytes, part.fetch->spec.generation, core.options.digest, part.fetch->cache->packer(),
+        part.gpu ? WireIn::kGpu : WireIn::kHost);
     return judge(core, part, commit, chunk);
   } catch (const Error& error) {
     return judge_failure(core, part, commit, error);

@@ -44,7 +44,8 @@ PackedChunk fill(AgentCore& core, const Serve& serve, uint32_t chunk, std::byte*
                  std::optional<std::string>& failure) {
   try {
     return serve.plan->pack(chunk, wire, serve.request.generation, serve.request.with_digest != 0,
-                            /*stream=*/!staged, serve.offer->cache->packer());
+                            /*stream=*/!staged, serve.offer->cache->packer(),
+                            serve.gpu_slots != nullptr ? WireIn::kGpu : WireIn::kHost);
   } catch (const std::exception& error) {
     failure = "producer '" + core.options.name + "' could not pack chunk " + std::to_string(chunk) +
               ": " + error.what();
@@ -52,13 +53,19 @@ PackedChunk fill(AgentCore& core, const Serve& serve, uint32_t chunk, std::byte*
   }
 }
 
+// Where a chunk goes that is not staged.
+std::byte* slot_of(const Serve& serve, uint32_t slot) {
+  const uint64_t bytes = serve.peer->slot_bytes;
+  if (serve.gpu_slots != nullptr) return serve.gpu_slots + slot * gpu_slot_stride(bytes);
+  return serve.peer->link->mapped_arena().data() + slot * bytes;
+}
+
 void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t chunk, uint32_t slot,
                 bool staged) {
   const auto& link = serve->peer->link;
   const uint64_t offset = static_cast<uint64_t>(slot) * serve->peer->slot_bytes;
   const uint32_t staging_slot = staged ? take_staging(core) : 0;
-  std::byte* wire_bytes =
-      staged ? core.staging->slot(staging_slot) : link->mapped_arena().data() + offset;
+  std::byte* wire_bytes = staged ? core.staging->slot(staging_slot) : slot_of(*serve, slot);
   std::optional<std::string> failure;
   const TimePoint began = Clock::now();
   const PackedChunk packed = fill(core, *serve, chunk, wire_bytes, staged, failure);
@@ -76,7 +83,10 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     Guard guard(core);
     --packing(core, *serve);
     --serve->offer->reading;
-    if (failure) {
+    if (failure && serve->gpu_slots != nullptr && serve->offer->cache->packer()->given_up()) {
+      keep_for_good(serve->peer);
+      drop_peer(core, serve->peer, {StatusCode::kNoResources, *failure});
+    } else if (failure) {
       refuse(core, serve, {StatusCode::kNoResources, *failure});
     } else {
       core.counters.bytes_sent += serve->plan->memory_bytes(chunk);

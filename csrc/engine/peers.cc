@@ -26,8 +26,9 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   }
   if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
   peer.slot_bytes = hello.slot_bytes;
-  peer.schemes = hello.schemes & ~wire::kDirectBit;
+  peer.schemes = hello.schemes & ~(wire::kDirectBit | wire::kGpuIpcBit);
   peer.direct = (hello.schemes & wire::kDirectBit) != 0 && allows_direct(core, peer);
+  peer.gpu_ipc = (hello.schemes & wire::kGpuIpcBit) != 0 && allows_gpu_ipc(core, peer);
   peer.state = Peer::kReady;
   for (const auto& part : std::exchange(peer.pending, {})) {
     if (!part->fetch->ending) start_part(core, part);
@@ -81,11 +82,13 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
                             type == MessageType::kCredit || type == MessageType::kDone ||
                             type == MessageType::kCancel || type == MessageType::kRenew ||
                             type == MessageType::kDecline || type == MessageType::kMemory ||
-                            type == MessageType::kFetchDirect;
+                            type == MessageType::kFetchDirect || type == MessageType::kGpuArena ||
+                            type == MessageType::kFetchGpu;
   const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
                             type == MessageType::kRefused || type == MessageType::kCancelled ||
                             type == MessageType::kWant || type == MessageType::kDeclined ||
-                            type == MessageType::kAcceptDirect;
+                            type == MessageType::kAcceptDirect || type == MessageType::kAcceptGpu ||
+                            type == MessageType::kGpuClosed;
   if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
     throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
                                            " came from the wrong side of the link");
@@ -109,6 +112,20 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
       const auto answer = wire::AcceptDirect::decode(body);
       return handle_accept(core, *peer, answer.accept, &answer);
     }
+    case MessageType::kGpuArena: return keep_gpu_arena(*peer, wire::GpuArena::decode(body));
+    case MessageType::kFetchGpu: {
+      auto asked = wire::FetchGpu::decode(body);
+      if (!peer->arenas.contains(asked.arena)) {
+        throw Error(StatusCode::kProtocol, "FETCH_GPU without GPU_ARENA");
+      }
+      return handle_fetch(core, peer, {std::move(asked.fetch), 0, {}}, asked.arena);
+    }
+    case MessageType::kAcceptGpu: {
+      const auto answer = wire::AcceptGpu::decode(body);
+      return handle_accept(core, *peer, answer.accept, nullptr, &answer);
+    }
+    case MessageType::kGpuClosed:  // links that share memory of GPUs keep it for themselves
+      throw Error(StatusCode::kProtocol, "GPU_CLOSED was not agreed on");
     case MessageType::kCommit: return handle_commit(core, *peer, wire::Commit::decode(body));
     case MessageType::kRefused: return handle_refused(core, *peer, wire::Refused::decode(body));
     case MessageType::kCredit: return handle_credit(core, *peer, wire::Credit::decode(body));
@@ -164,6 +181,7 @@ void Peer::on_closed(Link&, const std::string& reason) {
   const auto self = shared_from_this();
   drop_peer(*core, self, {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
   take_registered(*this, std::nullopt);  // its queue pairs are gone, and nobody reaches it
+  exposed.clear();
   free_slots_of(*core, id);
   while (!layouts.empty()) forget_layout(*core, *this, layouts.begin()->first);
   core->peers.erase(id);
@@ -263,7 +281,8 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
   }
   peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
                                core.options.slot_bytes,
-                               kSchemesHere | (allows_direct(core, *peer) ? wire::kDirectBit : 0)}
+                               kSchemesHere | (allows_direct(core, *peer) ? wire::kDirectBit : 0) |
+                                   (allows_gpu_ipc(core, *peer) ? wire::kGpuIpcBit : 0)}
                        .encode());
   if (!core.heartbeat) {
     core.last_beat = Clock::now();

@@ -108,7 +108,8 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve) {
   if (serve->ended && serve->in_flight == 0) finish_serve(core, serve);
 }
 
-void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked) {
+void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::FetchDirect asked,
+                  uint32_t arena) {
   wire::Fetch& request = asked.fetch;
   if (request.chunk_bytes < wire::kMinChunk || request.chunk_bytes > peer->slot_bytes) {
     throw Error(StatusCode::kProtocol,
@@ -120,6 +121,7 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
   serve->request = std::move(request);
   serve->path = asked.path;
   serve->blocks = std::move(asked.blocks);
+  serve->arena = arena;
   if (!admit(core, serve)) return;
   const bool left_to_us = static_cast<Codec>(serve->request.codec) == Codec::kAuto;
   const bool matters = left_to_us && peer->link->crosses_wire();  // else the answer is raw
@@ -166,6 +168,7 @@ void begin_serving(AgentCore& core, const std::shared_ptr<Serve>& serve,
       throw Error(StatusCode::kProtocol, "FETCH came before the LAYOUT of its cache");
     }
     const auto accept = accept_fetch(core, *serve, *offer, layout->second.layout);
+    if (!accept && serve->arena != 0) return import_and_serve(core, serve, offer);
     if (!accept) return register_and_serve(core, serve, offer);
     hold(core, *serve, bytes_of_plans(*serve));
     serve->peer->link->send(*accept);

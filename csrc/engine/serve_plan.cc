@@ -330,6 +330,11 @@ std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
   for (size_t i = 0; i < order.size(); ++i) accept.order[i] = static_cast<uint8_t>(order[i]);
   accept.num_chunks = serve.plan->num_chunks();
   accept.wire_bytes = serve.plan->wire_bytes();
+  if (serve.arena != 0) {
+    const auto why = choose_gpu_slots(serve, offer);
+    if (!why) return std::nullopt;
+    return wire::AcceptGpu{std::move(accept), serve.gpu_slots != nullptr, *why}.encode();
+  }
   if (serve.path == 0) return accept.encode();
   answer.accept = std::move(accept);
   answer.direct = serve.direct.has_value();

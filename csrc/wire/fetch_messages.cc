@@ -1,4 +1,4 @@
-// FETCH and ACCEPT, and what the direct path adds to them.
+// FETCH and ACCEPT, and what the direct path and memory of GPUs add to them.
 
 #include <string>
 
@@ -202,5 +202,73 @@ AcceptDirect AcceptDirect::decode(std::span<const std::byte> body) {
   in.expect_end();
   return m;
 }
+
+Bytes GpuArena::encode() const {
+  ByteWriter out = begin(MessageType::kGpuArena);
+  out.put(arena);
+  out.put(vendor);
+  out.put_raw(uuid);
+  out.put_string(pci);
+  out.put(bytes);
+  out.put_raw(stamp);
+  out.put_raw(handle);
+  return out.take();
+}
+
+GpuArena GpuArena::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  GpuArena m;
+  m.arena = in.get<uint32_t>();
+  m.vendor = in.get<uint8_t>();
+  if (m.vendor > 1) {
+    throw Error(StatusCode::kProtocol, "GPU_ARENA names the vendor " + std::to_string(m.vendor));
+  }
+  m.uuid = in.get_array<16>();
+  m.pci = in.get_string(kMaxPci);
+  m.bytes = in.get<uint64_t>();
+  m.stamp = in.get_array<32>();
+  m.handle = in.get_array<64>();
+  in.expect_end();
+  return m;
+}
+
+Bytes FetchGpu::encode() const {
+  ByteWriter out = begin(MessageType::kFetchGpu);
+  put_fetch(out, fetch);
+  out.put(arena);
+  return out.take();
+}
+
+FetchGpu FetchGpu::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  FetchGpu m;
+  m.fetch = get_fetch(in);
+  m.arena = in.get<uint32_t>();
+  in.expect_end();
+  return m;
+}
+
+Bytes AcceptGpu::encode() const {
+  ByteWriter out = begin(MessageType::kAcceptGpu);
+  put_accept(out, accept);
+  out.put(gpu);
+  out.put_string(path_why.substr(0, kMaxText));
+  return out.take();
+}
+
+AcceptGpu AcceptGpu::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  AcceptGpu m;
+  m.accept = get_accept(in);
+  m.gpu = in.get<uint8_t>();
+  if (m.gpu > 1) throw Error(StatusCode::kProtocol, "ACCEPT_GPU is neither yes nor no");
+  m.path_why = in.get_string(kMaxText);
+  in.expect_end();
+  return m;
+}
+
+Bytes encode_gpu_closed() { return begin(MessageType::kGpuClosed).take(); }
+
+void decode_gpu_closed(std::span<const std::byte> body) { ByteReader(body).expect_end(); }
 
 }  // namespace kvxfer::wire

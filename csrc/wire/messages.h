@@ -19,7 +19,8 @@ namespace kvxfer::wire {
 //   3  consumers that do not fetch: DECLINE and DECLINED; FETCH says how many fetch; the status
 //      WITHDRAWN
 //   4  the status BUSY; REFUSED says when to try again; MEMORY, FETCH_DIRECT and ACCEPT_DIRECT
-//      between those who set kDirectBit
+//      between those who set kDirectBit; GPU_ARENA, FETCH_GPU, ACCEPT_GPU and GPU_CLOSED between
+//      those who set kGpuIpcBit
 constexpr uint16_t kProtocolVersion = 4;
 
 // First byte of every control message. Append, never renumber.
@@ -43,8 +44,12 @@ enum class MessageType : uint8_t {
   kMemory = 17,
   kFetchDirect = 18,
   kAcceptDirect = 19,
+  kGpuArena = 20,
+  kFetchGpu = 21,
+  kAcceptGpu = 22,
+  kGpuClosed = 23,
 };
-constexpr MessageType kLastMessage = MessageType::kAcceptDirect;
+constexpr MessageType kLastMessage = MessageType::kGpuClosed;
 
 using Generation = std::array<std::byte, 16>;
 using Bytes = std::vector<std::byte>;
@@ -60,6 +65,9 @@ constexpr uint32_t kMaxBlocks = 1u << 16;  // of a fetch that may go direct
 constexpr uint32_t kMaxKeys = 2u << 20;    // bytes of the keys of a cache
 // In Hello::schemes: understands the messages of the direct path, and allows it on this link.
 constexpr uint32_t kDirectBit = 1u << 31;
+// The same of GPU memory that processes of one host share.
+constexpr uint32_t kGpuIpcBit = 1u << 30;
+constexpr uint32_t kMaxPci = 64;  // bytes of a PCI address
 
 // Each message is encoded as its type byte and then its fields in the order written here, all
 // integers little-endian. decode() takes the bytes behind the type byte and throws
@@ -71,7 +79,8 @@ struct Hello {
   uint64_t incarnation = 0;
   std::string name;
   uint32_t slot_bytes = 0;  // largest chunk that this side can stage
-  uint32_t schemes = 0;     // that it can encode and decode: bit i is scheme i; and kDirectBit
+  uint32_t schemes =
+      0;  // that it can encode and decode: bit i is scheme i; and kDirectBit, kGpuIpcBit
 
   Bytes encode() const;
   static Hello decode(std::span<const std::byte> body);
@@ -190,6 +199,48 @@ struct AcceptDirect {
   Bytes encode() const;
   static AcceptDirect decode(std::span<const std::byte> body);
 };
+
+// What follows is said only to a peer that has set kGpuIpcBit, by one that has, too.
+
+// Consumer -> producer: memory of a GPU with a slot for each of the staging arena's.
+struct GpuArena {
+  uint32_t arena = 0;  // unique on this link, not 0
+  uint8_t vendor = 0;  // 0: NVIDIA, 1: AMD
+  std::array<std::byte, 16> uuid{};
+  std::string pci;                    // with the UUID it names the device
+  uint64_t bytes = 0;                 // slots, each on a multiple of 256, and the stamp behind them
+  std::array<std::byte, 32> stamp{};  // random, of this allocation: whoever opens it compares
+  std::array<std::byte, 64> handle{};  // the runtime's own
+
+  Bytes encode() const;
+  static GpuArena decode(std::span<const std::byte> body);
+};
+
+// Consumer -> producer: a FETCH whose chunks may go into the slots of such an arena, in place of
+// those of the same numbers in the staging arena.
+struct FetchGpu {
+  Fetch fetch;
+  uint32_t arena = 0;
+
+  Bytes encode() const;
+  static FetchGpu decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer: the ACCEPT of such a one.
+struct AcceptGpu {
+  Accept accept;
+  uint8_t gpu = 0;       // 1: chunks go there; else into the staging arena as ever
+  std::string path_why;  // for people
+
+  Bytes encode() const;
+  static AcceptGpu decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer, as its last word on any link where it has set the bit: it has closed all of
+// the consumer's GPU memory, and no GPU of it writes there any more. Without this only the end of
+// its process says so.
+Bytes encode_gpu_closed();
+void decode_gpu_closed(std::span<const std::byte> body);
 
 // Producer -> consumer: chunk `chunk` is complete in slot `slot`. `bytes` is its true size, which
 // for a coded one only the producer knows before. Travels as a message where the arena is mapped,

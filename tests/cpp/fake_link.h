@@ -60,6 +60,8 @@ class FakeLink : public Link {
     if (!writes_take_long) return sink_->on_written(*this, token, true);
     under_way = token;
   }
+  std::string gpu_ipc_problem() const override { return gpu_problem; }
+  void let_go_of_gpus() override { ++let_go; }
   void close(const std::string& why) override {
     if (closed_) return;
     reason = why;
@@ -96,6 +98,8 @@ class FakeLink : public Link {
   };
 
   bool allows_direct = false;
+  std::string gpu_problem = "it is a fake";
+  std::atomic<uint32_t> let_go = 0;
   std::atomic<uint32_t> registrations = 0;
   std::vector<DirectPiece> written;
   bool writes_take_long = false;        // until end_write()

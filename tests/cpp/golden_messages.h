@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <filesystem>
 #include <fstream>
@@ -25,10 +26,11 @@ using Body = std::span<const std::byte>;
 
 constexpr uint64_t kId = 0x0102030405060708;
 
-inline Generation generation_from(uint8_t first) {
-  Generation generation;
-  for (std::byte& value : generation) value = std::byte{first++};
-  return generation;
+template <size_t kBytes = 16>
+std::array<std::byte, kBytes> generation_from(uint8_t first) {
+  std::array<std::byte, kBytes> bytes;
+  for (std::byte& value : bytes) value = std::byte{first++};
+  return bytes;
 }
 
 // The values behind tests/golden/wire_v4.txt.
@@ -79,6 +81,15 @@ inline const Decline kDecline{kId, "request-42", generation_from(0xa0), 7, 4, 1}
 inline const Memory kMemory{7, {std::byte{0xab}, std::byte{0xcd}, std::byte{0xef}}};
 inline const FetchDirect kFetchDirect{kFetch, FetchDirect::kDirect, {70, 0, 999}};
 inline const AcceptDirect kAcceptDirect{kAccept, 1, "as set"};
+inline const GpuArena kGpuArena{2,
+                                1,
+                                generation_from(0x10),
+                                "0000:c1:00.0",
+                                0x8020,
+                                generation_from<32>(0x40),
+                                generation_from<64>(0x80)};
+inline const FetchGpu kFetchGpu{kFetch, 2};
+inline const AcceptGpu kAcceptGpu{kAccept, 1, "both on"};
 inline const Renew kRenew{"request-42", generation_from(0xa0)};
 
 inline Bytes from_hex(const std::string& text) {

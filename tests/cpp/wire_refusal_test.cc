@@ -34,6 +34,10 @@ void decode_any(Body message) {
     case MessageType::kMemory: Memory::decode(body); return;
     case MessageType::kFetchDirect: FetchDirect::decode(body); return;
     case MessageType::kAcceptDirect: AcceptDirect::decode(body); return;
+    case MessageType::kGpuArena: GpuArena::decode(body); return;
+    case MessageType::kFetchGpu: FetchGpu::decode(body); return;
+    case MessageType::kAcceptGpu: AcceptGpu::decode(body); return;
+    case MessageType::kGpuClosed: decode_gpu_closed(body); return;
   }
 }
 
@@ -103,7 +107,7 @@ TEST_CASE("names and reasons beyond their limits are refused") {
 
 TEST_CASE("an unknown message type is named") {
   CHECK(protocol_error([] { type_of({}); }) == "empty message");
-  for (const int type : {0, 20, 21, 128, 255}) {
+  for (const int type : {0, 24, 25, 128, 255}) {
     const Bytes message{static_cast<std::byte>(type)};
     CHECK(protocol_error([&] { type_of(message); }) ==
           "unknown message type " + std::to_string(type));
@@ -151,6 +155,15 @@ TEST_CASE("only paths that there are can be asked for and answered") {
   accept.direct = 2;
   CHECK_THROWS_AS(decode_any(accept.encode()), Error);
   CHECK_THROWS_AS(decode_any(Memory{1, Bytes(kMaxKeys + 1)}.encode()), Error);
+  AcceptGpu gpu = kAcceptGpu;
+  gpu.gpu = 2;
+  CHECK_THROWS_AS(decode_any(gpu.encode()), Error);
+  GpuArena arena = kGpuArena;
+  arena.vendor = 2;
+  CHECK_THROWS_AS(decode_any(arena.encode()), Error);
+  arena = kGpuArena;
+  arena.pci.assign(kMaxPci + 1, 'x');
+  CHECK_THROWS_AS(decode_any(arena.encode()), Error);
 }
 
 TEST_CASE("REFUSED cannot carry OK or a status that is not known") {
@@ -167,7 +180,8 @@ TEST_CASE("random bytes are refused or decoded, nothing else") {
   for (int i = 0; i < 40000; ++i) {
     Bytes message(random.below(200));
     for (std::byte& value : message) value = random.number<std::byte>();
-    if (!message.empty()) message[0] = static_cast<std::byte>(1 + i % 19);
+    if (!message.empty())
+      message[0] = static_cast<std::byte>(1 + i % static_cast<int>(kLastMessage));
     try {
       decode_any(message);
       ++decoded;

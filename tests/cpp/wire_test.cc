@@ -73,6 +73,18 @@ auto fields(const AcceptDirect& m) {
   const auto& [accept, direct, why] = m;
   return std::tuple(fields(accept), direct, why);
 }
+auto fields(const GpuArena& m) {
+  const auto& [arena, vendor, uuid, pci, bytes, stamp, handle] = m;
+  return std::tie(arena, vendor, uuid, pci, bytes, stamp, handle);
+}
+auto fields(const FetchGpu& m) {
+  const auto& [fetch, arena] = m;
+  return std::tuple(fields(fetch), arena);
+}
+auto fields(const AcceptGpu& m) {
+  const auto& [accept, gpu, why] = m;
+  return std::tuple(fields(accept), gpu, why);
+}
 auto fields(const Commit& m) {
   const auto& [id, chunk, slot, bytes, digest] = m;
   return std::tie(id, chunk, slot, bytes, digest.sum, digest.mix);
@@ -113,6 +125,10 @@ TEST_CASE("every message is encoded as in the golden file, and decoded from it")
   check_golden("memory", MessageType::kMemory, kMemory);
   check_golden("fetch_direct", MessageType::kFetchDirect, kFetchDirect);
   check_golden("accept_direct", MessageType::kAcceptDirect, kAcceptDirect);
+  check_golden("gpu_arena", MessageType::kGpuArena, kGpuArena);
+  check_golden("fetch_gpu", MessageType::kFetchGpu, kFetchGpu);
+  check_golden("accept_gpu", MessageType::kAcceptGpu, kAcceptGpu);
+  CHECK(encode_gpu_closed() == golden().at("gpu_closed"));
   check_golden("hello", MessageType::kHello, kHello);
   check_golden("layout", MessageType::kLayout, kLayout);
   check_golden("fetch", MessageType::kFetch, kFetch);

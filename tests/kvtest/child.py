@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import kvxfer
+from kvtest import fake_gpu
 from kvtest.agents import LONG, SMALL, devices, listen_address, transport_name
 from kvtest.caches import Geometry, Paged
+from kvtest.coded import fill_like_a_model
 
 
 class ChildError(AssertionError):
@@ -61,8 +63,26 @@ class Server:
         paged = self.caches[name] = Paged(geometry, seed)
         self.agent.register(paged.cache)
 
+    def gpu_cache(
+        self, name: str, geometry: Geometry, device: int, seed: int | None, like_a_model: bool
+    ) -> None:
+        """Make a cache on a fake GPU."""
+        paged = fake_gpu.GpuPaged(geometry, device, seed)
+        if like_a_model and seed is not None:
+            fill_like_a_model(paged, seed)
+            paged.store()
+        self.caches[name] = paged
+        self.agent.register(paged.cache)
+
+    def gpu(self, method: str, *args: Any) -> Any:
+        """Call a method of the fake GPUs."""
+        return getattr(fake_gpu.gpus(), method)(*args)
+
     def forget(self, name: str) -> None:
-        self.agent.unregister(self.caches.pop(name).cache)
+        paged = self.caches.pop(name)
+        self.agent.unregister(paged.cache)
+        if isinstance(paged, fake_gpu.GpuPaged):
+            paged.free()
 
     def offer(
         self, cache: str, blocks: Sequence[int], num_tokens: int | None = None, **options: Any
@@ -73,6 +93,10 @@ class Server:
 
     def mark_ready(self, offer: str, layer: str) -> None:
         self.offers[offer].mark_ready(layer)
+
+    def release_offers(self) -> None:
+        while self.offers:
+            self.offers.popitem()[1].release()
 
     def wait_offer(self, offer: str) -> str:
         return self.offers.pop(offer).wait(LONG).value

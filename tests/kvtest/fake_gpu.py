@@ -53,7 +53,8 @@ class Gpus:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(_path()))
         self._library.fake_gpu_open_handles.restype = ctypes.c_size_t
-        self._library.fake_gpu_calls.restype = ctypes.c_uint64
+        for name in ("fake_gpu_calls", "fake_gpu_opened", "fake_gpu_early_frees"):
+            getattr(self._library, name).restype = ctypes.c_uint64
         assert self._library.cuInit(0) == 0
         self.given_up = 0  # handles that nothing frees any more
 
@@ -77,6 +78,26 @@ class Gpus:
     def calls(self, call: str) -> int:
         """How often the driver was called so."""
         return int(self._library.fake_gpu_calls(call.encode()))
+
+    def opened(self) -> int:
+        """How often memory of another process was opened here."""
+        return int(self._library.fake_gpu_opened())
+
+    def early_frees(self) -> int:
+        """How often memory was freed that another process had open."""
+        return int(self._library.fake_gpu_early_frees())
+
+    def open_wrongly(self, wrong: bool) -> None:
+        """Let what is opened be other memory than what was asked for."""
+        self._library.fake_gpu_open_wrongly(int(wrong))
+
+    def damage(self) -> None:
+        """Flip bits all over the largest allocation."""
+        self._library.fake_gpu_damage()
+
+    def hold(self, held: bool) -> None:
+        """Let nothing happen on any stream, until they are let go."""
+        self._library.fake_gpu_hold(None, int(held))
 
     @contextlib.contextmanager
     def stalled(self, call: str) -> Iterator[None]:
@@ -192,9 +213,13 @@ class GpuPaged(Paged):
             dtype=g.dtype,
             scales=g.scales,
         )
-        with gpus().stream(device) as stream:
+        self.store()
+
+    def store(self) -> None:
+        """Copy all to the device, and wait until it is there."""
+        with gpus().stream(self.device) as stream:
             self.upload(stream)
-            gpus().wait(device, stream)
+            gpus().wait(self.device, stream)
 
     def upload(self, stream: int) -> None:
         """Copy all to the device, some time later."""

@@ -80,6 +80,9 @@ struct AgentOptions {
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
   // Seconds that a GPU has for a chunk, and a stream to get to where an offer is ready.
   double gpu_timeout = 60.0;
+  // Between caches on GPUs of one host, chunks go from GPU to GPU. The fetching side takes
+  // arena_bytes of its GPU for that.
+  bool gpu_ipc = true;
 };
 
 // The blocks of one request, pinned until released. Thread-safe. Outlives its agent harmlessly.
@@ -132,7 +135,7 @@ struct FetchReport {
   uint64_t bytes = 0;  // of KV delivered
   double seconds = 0;  // from fetch() to the end
   uint32_t chunks = 0;
-  std::string path;        // "staged" or "direct"
+  std::string path;        // "staged", "direct" or "gpu-ipc"
   std::string path_why;    // why that one
   std::string transport;   // of the peers, e.g. "shm"
   std::string why;         // why this path and not a better one

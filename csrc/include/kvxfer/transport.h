@@ -133,6 +133,18 @@ class Link {
                             [[maybe_unused]] std::span<const std::byte> notice,
                             [[maybe_unused]] uint64_t token) {}
 
+  // Memory of GPUs that processes of one host share: why that can't be over this link, or "".
+  virtual std::string gpu_ipc_problem() const {
+    return std::string(transport()) + " shares no memory of GPUs";
+  }
+  // From now on the peer may open memory of our GPUs, and on_closed() comes only when it has said
+  // that it let go of all, or its process has ended: what its GPU still had to do has ended then.
+  // Called only where there is no such problem, before the peer is told of any such memory.
+  virtual void expose_gpus() {}
+  // The other side of that, as the last call of all: nothing of the peer's is open any more. Also
+  // where nothing was.
+  virtual void let_go_of_gpus() {}
+
   // Ends the link. on_closed() follows from another thread, when the fence is complete: on a mapped
   // arena only when the peer has let go of it.
   virtual void close(const std::string& reason) = 0;

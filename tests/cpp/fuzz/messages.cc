@@ -33,6 +33,10 @@ Bytes again(MessageType type, std::span<const std::byte> body) {
     case MessageType::kMemory: return again<wire::Memory>(body);
     case MessageType::kFetchDirect: return again<wire::FetchDirect>(body);
     case MessageType::kAcceptDirect: return again<wire::AcceptDirect>(body);
+    case MessageType::kGpuArena: return again<wire::GpuArena>(body);
+    case MessageType::kFetchGpu: return again<wire::FetchGpu>(body);
+    case MessageType::kAcceptGpu: return again<wire::AcceptGpu>(body);
+    case MessageType::kGpuClosed: wire::decode_gpu_closed(body); return wire::encode_gpu_closed();
     case MessageType::kDeclined:
     case MessageType::kDone:
     case MessageType::kCancel:
