@@ -115,7 +115,7 @@ void register_codec(py::module_& module) {
         return can_convert(to_stored(source), to_stored(target));
       },
       py::arg("source"), py::arg("target"));
-  module.def("convert_row", &convert, py::arg("source"), py::arg("target"), py::arg("elements"),
+  module.def("convert", &convert, py::arg("source"), py::arg("target"), py::arg("elements"),
              py::arg("converted"), py::arg("count"));
 }
 

@@ -181,7 +181,7 @@ def decode_panel(
     """The loss as (clamped, inexact); rows that are left out are neither written nor counted."""
 
 def can_convert(source: tuple[str, float], target: tuple[str, float]) -> bool: ...
-def convert_row(
+def convert(
     source: tuple[str, float],
     target: tuple[str, float],
     elements: object,

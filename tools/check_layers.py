@@ -90,7 +90,7 @@ class Checker:
 
     def _check_core_file(self, path: Path) -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if "thread_local" in line.partition("//")[0]:
+            if re.search(r"\bthread_local\b|\b__thread\b", line.partition("//")[0]):
                 rule = "where there is no memory for it the C library ends the process"
                 self._report(path, number, "has a thread_local object", rule)
         inside = path.relative_to(self.root / "csrc")

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <exception>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -17,25 +18,42 @@ void prepare_to_throw() noexcept {
   [[maybe_unused]] volatile int count = std::uncaught_exceptions();
 }
 
+namespace {
+
+// The mask is inherited, so all signals are blocked around the creation of a thread: there is no
+// moment in which the new one could take a signal.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 Thread::Thread(const std::string& name, std::function<void()> body)
     : generation_(fork_generation()) {
-  // The mask is inherited, so it is set around the creation: there is no moment in which the new
-  // thread could take a signal.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
+    const SignalsBlocked blocked;
     thread_ = std::make_unique<std::thread>([body = std::move(body)] {
       prepare_to_throw();
       body();
     });
   } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Error(StatusCode::kNoResources, "cannot start thread '" + name + "': " + error.what() +
                                               "; check the limit on threads (ulimit -u, pids.max)");
+  } catch (const std::bad_alloc&) {
+    throw Error(StatusCode::kNoResources,
+                "cannot start thread '" + name + "': there is no memory for it");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   id_ = thread_->get_id();
   pthread_setname_np(thread_->native_handle(), name.substr(0, 15).c_str());
 }

@@ -11,7 +11,7 @@ namespace kvxfer {
 
 // Lets the calling thread throw where there is no memory: what the C++ library needs for that it
 // finds when a thread first throws, and where it is loaded late, as into Python, the C library ends
-// the process when there is none. Cheap.
+// the process when there is none: so does this, at a better time. Cheap.
 void prepare_to_throw() noexcept;
 
 // A named thread that blocks all signals: the process that we run in handles its SIGCHLD and SIGINT

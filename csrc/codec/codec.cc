@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "codec/codec_kernels.h"
-#include "codec/conversion.h"
+#include "codec/stored_name.h"
 #include "codec/float_bits.h"
 #include "codec/float_mode.h"
 #include "codec/up16.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/event_loop.h"
-#include "base/thread.h"
 #include "engine/core.h"
 #include "layout/common_runs.h"
 
@@ -38,7 +37,6 @@ AgentMemory memory_of(const std::shared_ptr<Arena>& arena) {
 }  // namespace
 
 Agent::Agent(const AgentOptions& options) : core_(std::make_shared<AgentCore>(options)) {
-  prepare_to_throw();
   AgentCore& core = *core_;
   core.io->control()->set_tick([&core] {
     Guard guard(core);

@@ -36,8 +36,8 @@ class Arena {
   }
 
   std::optional<uint32_t> take();
-  // A free slot that the calling thread took last, if there is one, else as take(): its cache holds
-  // those bytes.
+  // A free slot that the calling thread was the last to take by this, if there is one, else as
+  // take(): its core's cache holds those bytes.
   std::optional<uint32_t> take_again();
   void give_back(uint32_t slot) { free_.push_back(slot); }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/event_loop.h"
+#include "base/thread.h"
 #include "kvxfer/digest.h"
 #include "kvxfer/pack.h"
 
@@ -10,6 +11,7 @@ namespace kvxfer {
 namespace {
 
 const AgentOptions& checked(const AgentOptions& options) {
+  prepare_to_throw();
   const auto require = [](bool fine, const std::string& what) {
     if (!fine) throw Error(StatusCode::kInvalid, what);
   };

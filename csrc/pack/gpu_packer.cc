@@ -216,6 +216,7 @@ class PanelLauncher {
       : table_(plan), packs_(packs) {
     const size_t rows = table_.rows(begin, end);
     const size_t panels = end - begin;
+    table_.add_codes(begin, end);
     // An order has at least one panel.
     lane.begin_tables(up16(rows) + up16(sizeof(gpu::PanelChunk)) + up16(sizeof(PanelState)) +
                       room(table_.views()) + room(table_.kinds()) + room(table_.codes()) +

@@ -52,8 +52,8 @@ GpuPanelTable::GpuPanelTable(const PanelPlan& plan) : plan_(plan) {
         0) {
       refuse("a GPU cannot pack elements that are not aligned to their size");
     }
-    views_.push_back({view.memory.block_stride, view.memory.token_stride,
-                      1.0f / view.conversion.to().scale, add_codes(view.conversion.table())});
+    views_.push_back(
+        {view.memory.block_stride, view.memory.token_stride, 1.0f / view.conversion.to().scale, 0});
     for (const size_t k : {0, 1}) {
       const PanelKind& kind = kinds_[i % plan.num_planes() * 2 + k];
       pack_kernels_.push_back(kernel_of(kind, i, true));
@@ -62,14 +62,18 @@ GpuPanelTable::GpuPanelTable(const PanelPlan& plan) : plan_(plan) {
   }
 }
 
-uint32_t GpuPanelTable::add_codes(const CodeTable* table) {
-  if (table == nullptr) return 0;
-  const auto [at, is_new] = codes_of_.emplace(table, codes_of_.size() + 1);
-  for (size_t code = 0; is_new && code < table->bits.size(); ++code) {
-    codes_.push_back(table->bits[code] | (table->clamped[code] ? gpu::kCodeClamped : 0) |
-                     (table->inexact[code] ? gpu::kCodeInexact : 0));
+void GpuPanelTable::add_codes(uint32_t begin, uint32_t end) {
+  const uint32_t panels_per_view = plan_.num_runs_ * plan_.num_heads_;
+  for (uint32_t i = begin / panels_per_view; i * panels_per_view < end; ++i) {
+    const CodeTable* table = plan_.views_[i].conversion.table();
+    if (table == nullptr) continue;
+    const auto [at, is_new] = codes_of_.emplace(table, codes_of_.size() + 1);
+    views_[i].codes = at->second;
+    for (size_t code = 0; is_new && code < table->bits.size(); ++code) {
+      codes_.push_back(table->bits[code] | (table->clamped[code] ? gpu::kCodeClamped : 0) |
+                       (table->inexact[code] ? gpu::kCodeInexact : 0));
+    }
   }
-  return at->second;
 }
 
 std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool pack) const {
@@ -85,8 +89,8 @@ std::string GpuPanelTable::kernel_of(const PanelKind& kind, size_t index, bool p
   const uint32_t content = kind.content;
   const bool size = content == 64 || content == 128 || content == 256 || content == 576;
   const std::string verb = pack ? "kvxfer_pack_" : "kvxfer_unpack_";
-  if (!aligned || !wide || !by_row || !size || view.conversion.to().scale != 1.0f)
-    return verb + "panels";
+  const bool scaled = view.conversion.to().scale != 1.0f;
+  if (!aligned || !wide || !by_row || !size || scaled) return verb + "panels";
   const char* const schemes[] = {"", "e4m3", "e5m2", "int8"};
   return verb + schemes[kind.scheme] + (half ? "_float16_" : "_bfloat16_") +
          std::to_string(content);
@@ -129,6 +133,7 @@ void GpuPanelTable::add_chunk(uint32_t begin, uint32_t end, uint64_t wire, uint6
                     " panels, a chunk less than 2^30 bytes, and its address has to be a multiple "
                     "of 16");
   }
+  add_codes(begin, end);
   PanelChunk chunk;
   chunk.wire = wire;
   chunk.marks = marks;

@@ -24,6 +24,10 @@ class GpuPanelTable {
   // of its rows, are addresses on the device. `bytes` is how long the chunk is when it is unpacked.
   void add_chunk(uint32_t begin, uint32_t end, uint64_t wire, uint64_t marks, uint64_t bytes = 0);
 
+  // Adds what the 8-bit floats of panels [begin, end) become; add_chunk() does so, too. Changes
+  // codes() and views().
+  void add_codes(uint32_t begin, uint32_t end);
+
   // Rows of panels [begin, end).
   uint32_t rows(uint32_t begin, uint32_t end) const;
 
@@ -49,7 +53,6 @@ class GpuPanelTable {
     uint64_t bytes = 0;
   };
   Panel panel(uint32_t index) const;
-  uint32_t add_codes(const CodeTable* table);
   std::string kernel_of(const gpu::PanelKind& kind, size_t view, bool pack) const;
 
   const PanelPlan& plan_;

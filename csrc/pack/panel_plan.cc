@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "codec/conversion.h"
+#include "codec/stored_name.h"
 #include "codec/up16.h"
 #include "kvxfer/status.h"
 #include "layout/address.h"

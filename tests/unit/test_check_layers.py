@@ -65,6 +65,7 @@ def test_right_tree_passes(tmp_path: Path) -> None:
         ("csrc/engine/a.cc", '#include "core.h"', "written by path from csrc/"),
         ("csrc/engine/a.cc", '#include "kvxfer/unknown.h"', "written by path from csrc/"),
         ("csrc/base/a.cc", "  thread_local int a = 0;", "the C library ends the process"),
+        ("csrc/base/a.cc", "static __thread int a;", "the C library ends the process"),
         ("csrc/misc/a.cc", "", "csrc/ has the layers base"),
         ("csrc/include/kvxfer/unknown.h", "", "a public header is named with its layer"),
         ("csrc/include/kvxfer/digest.h", '#include "base/clock.h"', "public headers include"),

@@ -188,7 +188,7 @@ def test_conversions_follow_the_specification(data):
 
     assert _core.can_convert(source, target)
     converted = np.empty(count, STORAGE[to])
-    loss = _core.convert_row(source, target, stored, converted, count)
+    loss = _core.convert(source, target, stored, converted, count)
     wanted, *wanted_loss = model.convert(stored, of, to, source[1], target[1])
     np.testing.assert_array_equal(converted, wanted)
     assert list(loss) == wanted_loss
@@ -209,7 +209,7 @@ def test_dialects_convert_exactly_with_the_doubled_scale(of, to, lost):
     scales = (scale, 2 * scale) if to.endswith("fnuz") else (scale, scale / 2)
     codes = np.arange(256, dtype=np.uint8)
     converted = np.empty(256, np.uint8)
-    loss = _core.convert_row((of, scales[0]), (to, scales[1]), codes, converted, 256)
+    loss = _core.convert((of, scales[0]), (to, scales[1]), codes, converted, 256)
     assert loss == (0, lost)
     equal = converted == codes
     assert equal.sum() >= 247
@@ -256,7 +256,7 @@ def test_every_code_is_what_torch_takes_it_for(element):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     codes = np.arange(256, dtype=np.uint8)
     found = np.empty(256, np.float32)
-    _core.convert_row((element, 1.0), ("float32", 1.0), codes, found, 256)
+    _core.convert((element, 1.0), ("float32", 1.0), codes, found, 256)
     expected = torch.from_numpy(codes).view(getattr(torch, TORCH[element])).float().numpy()
     np.testing.assert_array_equal(found, expected)
     numbers = ~np.isnan(expected)
@@ -276,7 +276,7 @@ def test_numbers_round_as_torch_rounds_them(element, variant):
     # What is beyond the largest is clamped here and becomes one thing or another in torch.
     values = values[np.abs(values) <= model.largest_of(element)]
     found = np.empty(values.size, np.uint8)
-    loss = _core.convert_row(("float32", 1.0), (element, 1.0), values, found, values.size)
+    loss = _core.convert(("float32", 1.0), (element, 1.0), values, found, values.size)
     assert loss == (0, 0)
     expected = torch.from_numpy(values.copy()).to(getattr(torch, TORCH[element]))
     np.testing.assert_array_equal(found, expected.view(torch.uint8).numpy())
@@ -332,7 +332,7 @@ def test_what_makes_no_sense_is_refused():
     assert not _core.can_convert(("uint8", 1.0), ("float32", 1.0))
     assert not _core.can_convert(("bfloat16", 2.0), ("float32", 1.0))
     with pytest.raises(kvxfer.InvalidError, match="uint8 cannot be converted to float32"):
-        _core.convert_row(("uint8", 1.0), ("float32", 1.0), row, np.zeros(4, np.float32), 1)
+        _core.convert(("uint8", 1.0), ("float32", 1.0), row, np.zeros(4, np.float32), 1)
     for scheme in ("raw", "int8_channel"):
         with pytest.raises(kvxfer.InvalidError, match=f"{scheme} of bfloat16: .* a group of 8 "):
             _core.encode_panel((scheme, "float32", 8), "bfloat16", row, [0], 4)
@@ -346,7 +346,7 @@ def test_scales_without_an_inverse_are_refused(scale):
     for source, target in [((fp8, scale), ("float32", 1.0)), ((fp8, scale),) * 2]:
         assert not _core.can_convert(source, target)
         with pytest.raises(kvxfer.InvalidError, match=named + ".*at least 2\\^-126"):
-            _core.convert_row(source, target, codes, out, 4)
+            _core.convert(source, target, codes, out, 4)
     with pytest.raises(kvxfer.InvalidError, match=f"can.*become {named}|converted to {named}"):
         _core.decode_panel(
             ("int8", "float32", 0), ("float32", 1.0), (fp8, scale), panel, codes, [0], 4

@@ -1,5 +1,5 @@
-#ifndef KVXFER_CODEC_CONVERSION_H_
-#define KVXFER_CODEC_CONVERSION_H_
+#ifndef KVXFER_CODEC_STORED_NAME_H_
+#define KVXFER_CODEC_STORED_NAME_H_
 
 #include <string>
 
@@ -11,4 +11,4 @@ std::string stored_name(const Stored& stored);  // "bfloat16", "float8_e4m3fn of
 
 }  // namespace kvxfer
 
-#endif  // KVXFER_CODEC_CONVERSION_H_
+#endif  // KVXFER_CODEC_STORED_NAME_H_
