@@ -64,7 +64,9 @@ def test_threads_need_little_memory_of_their_own() -> None:
 THROW_LATE = Path(__file__).parents[2] / "build" / "release" / "libkvxfer_throw_late.so"
 
 
-@pytest.mark.skipif(not THROW_LATE.exists(), reason=f"{THROW_LATE.name} is not built: no tests, or with sanitizers")
+@pytest.mark.skipif(
+    not THROW_LATE.exists(), reason=f"{THROW_LATE.name} is not built: no tests, or sanitizers"
+)
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_thread_can_throw_first_when_there_is_no_memory(ours: bool) -> None:
     """One that is not prepared, as a control, takes the process with it."""
