@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "codec/codec_kernels.h"
-#include "codec/stored_name.h"
 #include "codec/float_bits.h"
 #include "codec/float_mode.h"
+#include "codec/stored_name.h"
 #include "codec/up16.h"
 #include "kvxfer/status.h"
 

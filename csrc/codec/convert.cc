@@ -5,9 +5,9 @@
 
 #include "codec/code_table.h"
 #include "codec/codec_kernels.h"
-#include "codec/stored_name.h"
 #include "codec/float_bits.h"
 #include "codec/float_mode.h"
+#include "codec/stored_name.h"
 #include "kvxfer/codec.h"
 #include "kvxfer/status.h"
 
