@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -192,7 +193,13 @@ def test_what_is_damaged_in_a_slot_is_found(prefill: Prefill, gpus: Gpus, codec:
 
 @pytest.mark.parametrize(
     "call",
-    ["cuDeviceGetUuid", "cuDeviceCanAccessPeer", "cuIpcOpenMemHandle", "cuMemGetAddressRange"],
+    [
+        "cuDeviceGetUuid",
+        "cuDeviceCanAccessPeer",
+        "cuIpcOpenMemHandle",
+        "cuMemGetAddressRange",
+        "cuMemcpyAsync",  # of the stamp
+    ],
 )
 def test_what_the_producer_cannot_open_is_staged(prefill: Prefill, call: str) -> None:
     with consumer("shm") as decode, on_gpu(decode) as target:
@@ -205,7 +212,9 @@ def test_what_the_producer_cannot_open_is_staged(prefill: Prefill, call: str) ->
         assert fetched(decode, prefill, target).path == "gpu-ipc"
 
 
-@pytest.mark.parametrize("call", ["cuDeviceGetUuid", "cuMemAlloc", "cuIpcGetMemHandle"])
+@pytest.mark.parametrize(
+    "call", ["cuDeviceGetUuid", "cuMemAlloc", "cuIpcGetMemHandle", "cuMemcpyAsync"]
+)
 def test_what_the_consumer_cannot_share_is_staged(prefill: Prefill, gpus: Gpus, call: str) -> None:
     with consumer("shm") as decode, on_gpu(decode) as target:
         gpus.fail(call)
@@ -328,6 +337,28 @@ def test_a_producer_that_is_killed_while_it_packs(gpus: Gpus) -> None:
                     fetch.wait()
                 until(lambda: decode.stats.peers == 0)
                 assert all_slots_free(decode)
+
+
+def test_slots_stay_taken_until_a_process_has_ended_that_dies(gpus: Gpus) -> None:
+    """Its sockets end first."""
+    beats = {"heartbeat_interval": 0.1, "heartbeat_timeout": 2.0}
+    with consumer("shm", **beats) as decode, on_gpu(decode) as target, Child() as child:
+        dying = Prefill(child, **beats)
+        ticket = dying.offer()
+        fetched(decode, dying, target, ticket)
+        launched = dying.gpu("calls", "cuLaunchKernel")
+        dying.gpu("hold", True)
+        fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        until(partial(launches, dying, launched))
+        child.call("shut_links")
+        with pytest.raises(kvxfer.TransferError, match="lost 'prefill'"):
+            fetch.wait()
+        threading.Event().wait(0.2)
+        taken = decode.stats
+        assert (taken.peers, taken.free_slots < taken.slots) == (1, True)
+        child.kill()
+        until(lambda: decode.stats.peers == 0)
+        assert all_slots_free(decode)
 
 
 def test_slots_stay_taken_while_a_device_that_hangs_may_write_there(gpus: Gpus) -> None:

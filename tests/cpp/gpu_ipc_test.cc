@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine_pair.h"
@@ -35,8 +36,11 @@ struct Side {
     peer = peer_id;
   }
   ~Side() {
-    link->end();
+    end();
     agent->close();
+  }
+  void end() {
+    if (!std::exchange(ended, true)) link->end();
   }
 
   std::vector<wire::Bytes> heard(MessageType type) {
@@ -55,6 +59,7 @@ struct Side {
   CacheId cache = 0;
   std::shared_ptr<FakeLink> link;
   PeerId peer = 0;
+  bool ended = false;
 };
 
 wire::GpuArena arena_of(uint32_t number) {
@@ -153,7 +158,7 @@ TEST_SUITE("memory of GPUs between processes") {
     CHECK(commit.slot == 2);
     CHECK(side.link->mapped_arena()[2 * kSlot] != std::byte{0});
     CHECK(side.link->let_go == 0);
-    side.link->end();
+    side.end();
     CHECK(eventually([&] { return side.link->let_go == 1; }));
   }
 
