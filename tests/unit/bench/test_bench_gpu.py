@@ -42,6 +42,7 @@ def test_transfers_between_gpus_are_checked(runtime):
     (result,) = records(done.stdout)
     assert result["case"]["memory"] == "gpu"
     assert result["verified"] == "exact"
+    assert result["report"]["path"] == "gpu-ipc"
 
 
 def test_without_a_gpu_it_says_what_each_runtime_says(monkeypatch):
