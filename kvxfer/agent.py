@@ -524,8 +524,8 @@ class Agent:
         """End everything with CLOSED, tell the peers, join the threads.
 
         About a second at worst. After direct fetches three, and the time that the system needs to
-        unpin the caches; where a GPU is writing into blocks, until it is done or has had
-        `gpu_timeout`. On return no memory of any cache is read or written any more.
+        unpin the caches; where a GPU is writing into blocks, or into another process's memory,
+        until it is done or has had `gpu_timeout`. On return no memory of any cache is read or written any more.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:

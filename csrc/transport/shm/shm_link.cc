@@ -1,6 +1,5 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,6 +19,9 @@
 namespace kvxfer {
 namespace {
 
+// Headers older than Linux 5.3 do not name it. The number is that of x86-64 and arm64.
+constexpr long kPidfdOpen = 434;
+
 // The process at the other end of a socket.
 struct PeerProcess {
   std::string problem;  // why it may not share memory of GPUs with us
@@ -36,7 +38,7 @@ PeerProcess peer_process(int socket, bool watch) {
   if (who.pid == ::getpid()) return {"both agents are in one process", {}};
   if (who.uid != ::geteuid()) return {"the peer is another user's process", {}};
   if (!watch) return {};
-  UniqueFd exit(static_cast<int>(::syscall(SYS_pidfd_open, who.pid, 0)));  // closed by exec
+  UniqueFd exit(static_cast<int>(::syscall(kPidfdOpen, who.pid, 0)));  // closed by exec
   if (!exit) return {"the peer's process cannot be watched: " + error_text(errno), {}};
   return {"", std::move(exit)};
 }
