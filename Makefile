@@ -96,7 +96,7 @@ layers: lint-tools  ## check who may include whom (docs/architecture.md)
 sanitize: test-tools  ## run the tests under ASan and UBSan, the C++ tests under TSan too
 	@tools/sanitize.sh $(ARGS)
 
-valgrind: build-tests  ## run the C++ tests of UCX under valgrind, for sanitizers can't go there
+valgrind: build-tests  ## run the C++ tests of UCX under valgrind, which watches UCX itself too
 	@tools/valgrind.sh $(ARGS)
 
 sanitize-faults: test-tools  ## run the fault campaign under ASan and UBSan (ARGS="--minutes 10")

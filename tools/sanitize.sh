@@ -38,8 +38,10 @@ tools/build.sh asan --tests
 rm -rf "$reports"
 mkdir -p "$reports"
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$reports/ubsan
-# UCX, where it is installed, is not built for sanitizers. Tests say that they skip it, and why.
-export KVXFER_UCX_PATH=/nonexistent
+# UCX's wheel is not built for sanitizers, but runs beside ASan. The Python tests leave it out, unless
+# KVXFER_UCX_PATH names one: over UCX they take minutes. TSan has to know all of a process.
+export KVXFER_UCX_PATH=${KVXFER_UCX_PATH:-/nonexistent}
+ucx=$(compgen -G "$root/.venv/lib/python3*/site-packages/libucx/lib" | head -1) || ucx=$KVXFER_UCX_PATH
 asan_options=strict_string_checks=1:detect_stack_use_after_return=1:handle_segv=2:log_path=$reports/asan
 
 # The sanitized extension stands beside links to the package's files.
@@ -67,13 +69,14 @@ if [[ -n $campaign ]]; then
   say "the fault campaign under ASan and UBSan"
   asan_options+=:quarantine_size_mb=64  # or a process grows by 256 MB of what it has freed
   status=0
-  sanitized -m faults.campaign "$@" || status=$?
+  KVXFER_UCX_PATH=$ucx sanitized -m faults.campaign "$@" || status=$?
   show_reports
   exit $status
 fi
 
 say "C++ tests under ASan and UBSan"
-ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro || { show_reports; exit 1; }
+KVXFER_UCX_PATH=$ucx ASAN_OPTIONS=$asan_options:detect_leaks=1 build/asan/kvxfer_tests --no-intro ||
+  { show_reports; exit 1; }
 # Without a log file: ASan warns that it half understands fibers, which is no report.
 for wave in 32 64; do
   ASAN_OPTIONS=handle_segv=2:detect_leaks=1 "build/asan/kvxfer_gpu_tests_$wave" --no-intro ||
@@ -85,7 +88,7 @@ tools/build.sh tsan --tests
 # TSan of g++ 12 can't place its shadow memory where the kernel randomises addresses by 32 bits.
 fixed_addresses=()
 if setarch -R true 2>/dev/null; then fixed_addresses=(setarch -R); fi
-TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+KVXFER_UCX_PATH=/nonexistent TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
   "${fixed_addresses[@]}" build/tsan/kvxfer_tests --no-intro >build/tsan/tests.log 2>&1 &
 tsan_tests=$!
 trap 'kill $tsan_tests 2>/dev/null || true' EXIT

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# valgrind.sh [ARGUMENTS...]: the C++ tests of the UCX transport under valgrind, because UCX takes the memory
-# allocator into its own hands where sanitizers have it. Arguments go to the tests.
+# valgrind.sh [ARGUMENTS...]: the C++ tests of the UCX transport under valgrind, which watches what UCX does, too:
+# it is not built for sanitizers. Arguments go to the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/common.sh
