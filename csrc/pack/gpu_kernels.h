@@ -26,6 +26,10 @@
   extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_unpack_raw##width##_no_digest( \
       const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
     kvxfer::gpu::move_raw<width, false, false>(chunks, digests, units);              \
+  }                                                                                  \
+  extern "C" KVXFER_KERNEL(KVXFER_GPU_THREADS) kvxfer_digest_raw##width(             \
+      const kvxfer::gpu::RawChunk* chunks, uint64_t* digests, uint32_t units) {      \
+    kvxfer::gpu::move_raw<width, true, true, false>(chunks, digests, units);         \
   }
 
 KVXFER_RAW_KERNELS(16)

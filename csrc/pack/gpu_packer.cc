@@ -158,28 +158,34 @@ void GpuPacker::check_fits(uint64_t bytes) const {
 
 Digest GpuPacker::pack(const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
                        uint64_t seed, bool with_digest, WireIn in) {
-  return move(true, plan, begin, end, wire, seed, with_digest, in);
+  return move(Way::kPack, plan, begin, end, wire, seed, with_digest, in);
 }
 
 Digest GpuPacker::unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
                          uint64_t seed, bool with_digest, WireIn in) {
-  return move(false, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest, in);
+  return move(Way::kUnpack, plan, begin, end, const_cast<std::byte*>(wire), seed, with_digest, in);
 }
 
-Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end,
-                       std::byte* wire, uint64_t seed, bool with_digest, WireIn in) {
+Digest GpuPacker::digest(const CopyPlan& plan, uint64_t begin, uint64_t end, uint64_t seed) {
+  return move(Way::kDigest, plan, begin, end, nullptr, seed, true, WireIn::kHost);
+}
+
+Digest GpuPacker::move(Way way, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
+                       uint64_t seed, bool with_digest, WireIn in) {
   const uint64_t bytes = end - begin;
   check_fits(bytes);
   const gpu::RawTable table(plan, begin, end);
   const uint32_t width = table.width(begin, end);
-  const std::string name = std::string(packs ? "kvxfer_pack_raw" : "kvxfer_unpack_raw") +
-                           std::to_string(width) + (with_digest ? "" : "_no_digest");
+  const char* verb = way == Way::kPack     ? "kvxfer_pack_raw"
+                     : way == Way::kUnpack ? "kvxfer_unpack_raw"
+                                           : "kvxfer_digest_raw";
+  const std::string name = verb + std::to_string(width) + (with_digest ? "" : "_no_digest");
 
   // In a GPU's memory the kernel works on the bytes where they are. Who unpacks them may have them
   // changed by the peer meanwhile: what is digested is what was loaded, once, and goes to the
   // cache.
   const bool here = in == WireIn::kHost;
-  Lease lane(*this, /*writes=*/!packs || !here);
+  Lease lane(*this, /*writes=*/way == Way::kUnpack || !here);
   const GpuRuntime::Function kernel = functions_.at(name);
   constexpr size_t kDigestBytes = gpu::kDigestWords * sizeof(uint64_t);
   lane->begin_tables(room(table.pieces()) + up16(sizeof(RawChunk)) + up16(kDigestBytes));
@@ -191,17 +197,19 @@ Digest GpuPacker::move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_
   uint32_t units = kUnits;
   lane->upload_tables();
   void* slot = reinterpret_cast<void*>(lane->slot());
-  if (!packs && here) {
+  if (way == Way::kUnpack && here) {
     std::memcpy(lane->host_slot(), wire, bytes);
     runtime_.copy(slot, lane->host_slot(), bytes, lane->stream());
   }
   std::array<void*, 3> arguments = {&chunks, &digests, &units};
   runtime_.launch(kernel, gpu::raw_groups(chunk[0].bytes, kUnits), 1, kThreads, arguments.data(),
                   lane->stream());
-  if (packs && here) runtime_.copy(lane->host_slot(), slot, bytes, lane->stream());
+  if (way == Way::kPack && here) {
+    runtime_.copy(lane->host_slot(), slot, bytes, lane->stream());
+  }
   lane->download(digests, kDigestBytes);
   lane.finish();
-  if (packs && here) std::memcpy(wire, lane->host_slot(), bytes);
+  if (way == Way::kPack && here) std::memcpy(wire, lane->host_slot(), bytes);
   if (!with_digest) return Digest{};
   return gpu::finish_words(lane->read<uint64_t>(digests), bytes, seed);
 }

@@ -52,6 +52,9 @@ class GpuPacker {
   Digest unpack(const CopyPlan& plan, uint64_t begin, uint64_t end, const std::byte* wire,
                 uint64_t seed, bool with_digest, WireIn in = WireIn::kHost);
 
+  // What pack() would digest, where it lies.
+  Digest digest(const CopyPlan& plan, uint64_t begin, uint64_t end, uint64_t seed);
+
   CodedChunk pack_panels(const PanelPlan& plan, uint32_t begin, uint32_t end, std::byte* wire,
                          uint64_t seed, WireIn in = WireIn::kHost);
   // Throws Error(kProtocol) for a chunk that is not what the plan expects, and writes nothing then.
@@ -78,7 +81,8 @@ class GpuPacker {
 
   // The first that is for the device and has all kernels: one that lacks some would fail later.
   void load(std::span<const CodeObject> code);
-  Digest move(bool packs, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
+  enum class Way : uint8_t { kPack, kUnpack, kDigest };
+  Digest move(Way way, const CopyPlan& plan, uint64_t begin, uint64_t end, std::byte* wire,
               uint64_t seed, bool with_digest, WireIn in);
   void launch_panels(const std::string& name, uint32_t groups, gpu::PanelLaunch launch,
                      GpuRuntime::Stream stream);

@@ -89,7 +89,7 @@ KVXFER_DEVICE void add_unit(Lane (&lanes)[2], uint32_t u, const Vec16& unit) {
   lanes[1].add(unit.word[2], unit.word[3], u / 4);
 }
 
-template <uint32_t kWidth, bool kPack>
+template <uint32_t kWidth, bool kPack, bool kStore>
 KVXFER_DEVICE void move_last(const RawChunk& chunk, uint32_t u, Vec16& unit) {
   char* wire = address_of(chunk.wire);
   const uint32_t left = u * kUnit < chunk.bytes ? chunk.bytes - u * kUnit : 0;
@@ -98,7 +98,7 @@ KVXFER_DEVICE void move_last(const RawChunk& chunk, uint32_t u, Vec16& unit) {
   if (left >= kUnit) {
     if constexpr (kPack) {
       unit = gather<kWidth>(chunk, u * kUnit, kUnit);
-      store_once<Vec16>(wire + u * kUnit, unit);
+      if constexpr (kStore) store_once<Vec16>(wire + u * kUnit, unit);
     } else {
       unit = load_once<Vec16>(wire + u * kUnit);
       scatter<kWidth>(chunk, u * kUnit, kUnit, unit);
@@ -106,7 +106,7 @@ KVXFER_DEVICE void move_last(const RawChunk& chunk, uint32_t u, Vec16& unit) {
   } else if constexpr (kWidth < kUnit) {
     if constexpr (kPack) {
       unit = gather<kWidth>(chunk, u * kUnit, left);
-      store_wire_part(wire + u * kUnit, left, unit);
+      if constexpr (kStore) store_wire_part(wire + u * kUnit, left, unit);
     } else {
       unit = wire_part(wire + u * kUnit, left);
       scatter<kWidth>(chunk, u * kUnit, left, unit);
@@ -115,7 +115,8 @@ KVXFER_DEVICE void move_last(const RawChunk& chunk, uint32_t u, Vec16& unit) {
 }
 
 // `units` a multiple of 4: what a workgroup moves. `digests` has kDigestWords for each chunk.
-template <uint32_t kWidth, bool kPack, bool kDigest>
+// Without kStore nothing is packed, and what would have been is digested where it lies.
+template <uint32_t kWidth, bool kPack, bool kDigest, bool kStore = true>
 KVXFER_DEVICE void move_raw(const RawChunk* chunks, uint64_t* digests, uint32_t units) {
   constexpr uint32_t kBatch = kWidth == kUnit ? kUnroll : 1;  // narrow ones have loads enough
   const RawChunk chunk = chunks[group_y()];
@@ -144,7 +145,7 @@ KVXFER_DEVICE void move_raw(const RawChunk* chunks, uint64_t* digests, uint32_t 
     for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t offset = (u + i * kThreads) * kUnit;
       if constexpr (kPack) {
-        store_once<Vec16>(wire + offset, unit[i]);
+        if constexpr (kStore) store_once<Vec16>(wire + offset, unit[i]);
       } else {
         scatter<kWidth>(chunk, offset, kUnit, unit[i]);
       }
@@ -153,7 +154,7 @@ KVXFER_DEVICE void move_raw(const RawChunk* chunks, uint64_t* digests, uint32_t 
   }
   for (uint32_t u = first + thread_id(); u < end; u += kThreads) {
     Vec16 unit;
-    move_last<kWidth, kPack>(chunk, u, unit);
+    move_last<kWidth, kPack, kStore>(chunk, u, unit);
     if constexpr (kDigest) add_unit(lanes, u, unit);
   }
   if constexpr (kDigest) add_lanes(lanes, digests + group_y() * kDigestWords);

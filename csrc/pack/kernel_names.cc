@@ -4,7 +4,8 @@ namespace kvxfer {
 
 std::vector<std::string> gpu_kernel_names() {
   std::vector<std::string> names = {"kvxfer_finish_chunks", "kvxfer_check_chunks",
-                                    "kvxfer_put_raw_rows"};
+                                    "kvxfer_put_raw_rows",  "kvxfer_digest_raw16",
+                                    "kvxfer_digest_raw4",   "kvxfer_digest_raw1"};
   for (const std::string verb : {"kvxfer_pack_", "kvxfer_unpack_"}) {
     names.push_back(verb + "panels");
     for (const std::string width : {"raw16", "raw4", "raw1"}) {

@@ -60,6 +60,7 @@ amd() {
     has "$target" "$kernel" global_load_dwordx4 "$work/$target.s"
     has "$target" "$kernel" global_store_dwordx4 "$work/$target.s"
   done
+  has "$target" kvxfer_digest_raw16 global_load_dwordx4 "$work/$target.s"
   has "$target" kvxfer_pack_e4m3_bfloat16_128 global_load_dwordx4 "$work/$target.s"
   has "$target" kvxfer_pack_e4m3_bfloat16_128 v_cvt_pk_fp8_f32 "$work/$target.s"
   has "$target" kvxfer_pack_e5m2_bfloat16_128 v_cvt_pk_bf8_f32 "$work/$target.s"
@@ -92,6 +93,7 @@ nvidia() {
     has "$target" "$kernel" 'ld.global.*v4' "$work/$target.s"
     has "$target" "$kernel" 'st.global.*v4' "$work/$target.s"
   done
+  has "$target" kvxfer_digest_raw16 'ld.global.*v4' "$work/$target.s"
   has "$target" kvxfer_pack_e4m3_bfloat16_128 'ld.global.*v4' "$work/$target.s"
   has "$target" kvxfer_unpack_e4m3_bfloat16_128 'st.global.*v4' "$work/$target.s"
   [[ $target = sm_80 ]] && return  # has no instruction for it

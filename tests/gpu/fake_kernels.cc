@@ -35,6 +35,7 @@ Run panels(void** arguments) {
 
 Kernel find_kernel(const std::string& name) {
 #define KVXFER_RAW(what) {#what, raw<what>}, {#what "_no_digest", raw<what##_no_digest>}
+#define KVXFER_DIGEST(what) {#what, raw<what>}
 #define KVXFER_PANELS(what) {#what, panels<what>}
 #define KVXFER_PAIR(what) KVXFER_PANELS(kvxfer_pack_##what), KVXFER_PANELS(kvxfer_unpack_##what)
 #define KVXFER_FAST(what) \
@@ -45,6 +46,9 @@ Kernel find_kernel(const std::string& name) {
                                                          KVXFER_RAW(kvxfer_unpack_raw4),
                                                          KVXFER_RAW(kvxfer_pack_raw1),
                                                          KVXFER_RAW(kvxfer_unpack_raw1),
+                                                         KVXFER_DIGEST(kvxfer_digest_raw16),
+                                                         KVXFER_DIGEST(kvxfer_digest_raw4),
+                                                         KVXFER_DIGEST(kvxfer_digest_raw1),
                                                          KVXFER_PAIR(panels),
                                                          KVXFER_PANELS(kvxfer_finish_chunks),
                                                          KVXFER_PANELS(kvxfer_check_chunks),
@@ -58,6 +62,7 @@ Kernel find_kernel(const std::string& name) {
 #undef KVXFER_FAST
 #undef KVXFER_PAIR
 #undef KVXFER_PANELS
+#undef KVXFER_DIGEST
 #undef KVXFER_RAW
   const auto found = kKernels.find(name);
   return found == kKernels.end() ? nullptr : found->second;

@@ -25,6 +25,10 @@ RawKernel kernel(bool pack, bool digest, uint32_t width) {
   return kKernels[pack][digest][width == 16 ? 2 : width == 4 ? 1 : 0];
 }
 
+RawKernel digest_kernel(uint32_t width) {
+  return width == 16 ? kvxfer_digest_raw16 : width == 4 ? kvxfer_digest_raw4 : kvxfer_digest_raw1;
+}
+
 struct Launch {
   std::vector<RawChunk> chunks;
   std::vector<uint64_t> digests;
@@ -44,9 +48,10 @@ struct Launch {
     digests.resize(chunks.size() * kDigestWords);
   }
 
-  void run(bool pack, bool digest, uint32_t units) {
+  void run(bool pack, bool digest, uint32_t units) { run(kernel(pack, digest, width), units); }
+
+  void run(RawKernel entry, uint32_t units) {
     Fibers fibers(kThreads, kWave);
-    const RawKernel entry = kernel(pack, digest, width);
     fibers.launch(groups, static_cast<uint32_t>(chunks.size()),
                   [&] { entry(chunks.data(), digests.data(), units); });
   }
@@ -83,6 +88,16 @@ TEST_CASE("gpu raw: bytes and digests are the host's, for random caches and chun
         CHECK(finish_words(&packing.digests[i * kDigestWords], wires[i].size(), seed) ==
               digests[i]);
       }
+    }
+
+    std::vector<AlignedBytes> untouched;
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) untouched.emplace_back(16, 0x5a);
+    Launch digesting(table, cuts, untouched, units);
+    digesting.run(digest_kernel(digesting.width), units);
+    for (size_t i = 0; i < untouched.size(); ++i) {
+      CHECK(finish_words(&digesting.digests[i * kDigestWords], wires[i].size(), seed) ==
+            digest({wires[i].data(), wires[i].size()}, seed));
+      CHECK(untouched[i] == AlignedBytes(16, 0x5a));
     }
 
     AlignedBytes to(shape.bytes(), 0x5a), reference(shape.bytes(), 0x5a);
