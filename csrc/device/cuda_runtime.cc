@@ -23,6 +23,9 @@ constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
 constexpr unsigned kMemoryHost = 1;
 constexpr int kDmaBufSupported = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kHandleDmaBufFd = 1;
+// CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and _WRITES_ORDERING
+constexpr int kFlushOptions = 117, kWritesOrdering = 118;
+constexpr int kFlushByHost = 1, kOrderedForOwner = 100, kFlushCurrentContext = 0;
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
@@ -66,7 +69,9 @@ struct Calls {
   Result (*launch)(void* function, unsigned groups_x, unsigned groups_y, unsigned groups_z,
                    unsigned threads_x, unsigned threads_y, unsigned threads_z,
                    unsigned shared_bytes, void* stream, void** arguments, void** extra) = nullptr;
-  // May be missing: then there are no dmabufs.
+  // May be missing: then adapters' writes have to be pushed another way.
+  Result (*flush_writes)(int target, int scope) = nullptr;
+  // The same: then there are no dmabufs.
   Result (*handle_for_range)(void* handle, Address address, size_t bytes, int type,
                              unsigned long long flags) = nullptr;
   // May be missing: then there is no memory of other processes. Handles go by value.
@@ -111,6 +116,7 @@ struct Calls {
     find(module_unload, "cuModuleUnload");
     find(module_function, "cuModuleGetFunction");
     find(launch, "cuLaunchKernel");
+    library.find(flush_writes, "cuFlushGPUDirectRDMAWrites");
     library.find(handle_for_range, "cuMemGetHandleForAddressRange");
     // Of CUDA 11.4 and 11.0; the rest are older.
     has_ipc = library.find(uuid, "cuDeviceGetUuid_v2") &&
@@ -233,6 +239,15 @@ class CudaRuntime final : public GpuRuntime {
     return bytes - (address - base);
   }
 
+  void settle_writes(int device, const std::function<void()>& read_back) override {
+    if (attribute(kWritesOrdering, device) >= kOrderedForOwner) return;
+    if (calls_.flush_writes == nullptr || (attribute(kFlushOptions, device) & kFlushByHost) == 0) {
+      return read_back();
+    }
+    check(calls_.flush_writes(kFlushCurrentContext, kOrderedForOwner),
+          "cuFlushGPUDirectRDMAWrites");
+  }
+
   Stream create_stream() override {
     Stream stream = nullptr;
     check(calls_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
@@ -319,6 +334,12 @@ class CudaRuntime final : public GpuRuntime {
     check(calls_.handle_for_range(&fd, begin, end - begin, kHandleDmaBufFd, 0),
           "cuMemGetHandleForAddressRange");
     return {UniqueFd(fd), memory.base - begin};
+  }
+
+  // 0 where the driver is too old to know it.
+  int attribute(int which, int device) const {
+    int value = 0;
+    return calls_.device_attribute(&value, which, device) == kSuccess ? value : 0;
   }
 
   void check(Result result, const std::string& call) const {

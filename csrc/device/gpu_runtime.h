@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,6 +96,11 @@ class GpuRuntime {
   virtual void close_memory(uint64_t address) noexcept = 0;
   // How many bytes are mapped from an address on that open_memory() has answered.
   virtual uint64_t opened_bytes(uint64_t address) = 0;
+
+  // After it, kernels that are launched see what RDMA adapters had written into the device's memory
+  // when it was called. `read_back` has those adapters read from that memory, which pushes their
+  // writes ahead of it; it is called where the platform needs that.
+  virtual void settle_writes(int device, const std::function<void()>& read_back) = 0;
 
   // Does not wait for the default stream.
   virtual Stream create_stream() = 0;

@@ -17,6 +17,7 @@ constexpr Result kInvalidValue = 1;  // what hipPointerGetAttribute says of memo
 constexpr int kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerDevice = 9;
 constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
 constexpr int kHandleDmaBufFd = 1;
+constexpr int kHdpFlushRegister = 10005;  // hipDeviceAttributeHdpMemFlushCntl
 constexpr unsigned kPortable = 1;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
@@ -61,7 +62,8 @@ struct Calls {
   Result (*launch)(void* function, unsigned groups_x, unsigned groups_y, unsigned groups_z,
                    unsigned threads_x, unsigned threads_y, unsigned threads_z,
                    unsigned shared_bytes, void* stream, void** arguments, void** extra) = nullptr;
-  // Either may be missing.
+  // Each may be missing.
+  Result (*device_attribute)(int* value, int attribute, int device) = nullptr;
   Result (*handle_for_range)(void* handle, void* address, size_t bytes, int type,
                              unsigned long long flags) = nullptr;
   int (*export_dmabuf)(const void* address, size_t bytes, int* fd, uint64_t* offset) = nullptr;
@@ -106,6 +108,7 @@ struct Calls {
     find(module_unload, "hipModuleUnload");
     find(module_function, "hipModuleGetFunction");
     find(launch, "hipModuleLaunchKernel");
+    library.find(device_attribute, "hipDeviceGetAttribute");
     library.find(handle_for_range, "hipMemGetHandleForAddressRange");
     has_ipc = library.find(uuid, "hipDeviceGetUuid") &&
               library.find(can_access_peer, "hipDeviceCanAccessPeer") &&
@@ -240,6 +243,21 @@ class HipRuntime final : public GpuRuntime {
     check(calls_.address_range(&base, &bytes, reinterpret_cast<void*>(address)),
           "hipMemGetAddressRange");
     return bytes - (address - reinterpret_cast<uintptr_t>(base));
+  }
+
+  void settle_writes(int device, const std::function<void()>& read_back) override {
+    read_back();
+    // What has come over PCIe may still be in the host data path's buffer. The attribute is the
+    // address of a register of the device; where there is none, there is no such buffer.
+    volatile uint32_t* flush = nullptr;
+    if (calls_.device_attribute == nullptr) return;
+    const Result result =
+        calls_.device_attribute(reinterpret_cast<int*>(&flush), kHdpFlushRegister, device);
+    if (result != kSuccess) {
+      calls_.last_error();
+    } else if (flush != nullptr) {
+      *flush = 1;
+    }
   }
 
   Stream create_stream() override {

@@ -64,10 +64,21 @@ FAKE int cuDeviceGetCount(int* count) {
   *count = gpus().count();
   return 0;
 }
-FAKE int cuDeviceGetAttribute(int* value, int, int) {
+FAKE int cuDeviceGetAttribute(int* value, int attribute, int) {
   return call("cuDeviceGetAttribute", [&] {
-    *value = 1;
+    // How adapters' writes are ordered before what reads them: by the call below, unless said.
+    const char* ordered = std::getenv("FAKE_CUDA_ORDERING");
+    const char* options = std::getenv("FAKE_CUDA_FLUSH_OPTIONS");
+    *value = attribute == 118 ? (ordered != nullptr ? std::atoi(ordered) : 0)
+             : attribute == 117 && options != nullptr ? std::atoi(options)
+                                                      : 1;
     return Problem::kNone;
+  });
+}
+FAKE int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  return call("cuFlushGPUDirectRDMAWrites", [&] {
+    if (FakeGpus::current().empty()) return Problem::kInvalidContext;
+    return target == 0 && scope == 100 ? Problem::kNone : Problem::kInvalidValue;
   });
 }
 FAKE int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
@@ -141,7 +152,8 @@ FAKE int cuMemGetHandleForAddressRange(void* handle, Address address, size_t byt
     if (type != 1 || flags != 0 || address % page != 0 || bytes % page != 0) {
       return Problem::kInvalidValue;
     }
-    return gpus().export_memory(address, bytes, *static_cast<int*>(handle));
+    size_t offset = 0;  // of a range that begins with what is behind it
+    return gpus().export_memory(address, bytes, *static_cast<int*>(handle), offset);
   });
 }
 FAKE int cuStreamCreate(void** stream, unsigned) {

@@ -314,18 +314,19 @@ std::optional<FakeGpus::Memory> FakeGpus::find(uintptr_t address) {
   return memory;
 }
 
-Problem FakeGpus::export_memory(uintptr_t base, size_t bytes, int& fd) {
+Problem FakeGpus::export_memory(uintptr_t address, size_t bytes, int& fd, size_t& offset) {
   const std::lock_guard lock(mutex_);
-  const bool known = std::any_of(memory_.begin(), memory_.end(), [&](const auto& entry) {
-    const Memory& memory = entry.second;
+  for (const auto& [base, memory] : memory_) {
     const uintptr_t begin = memory.base - lead_of(memory.kind);
-    return memory.kind == Kind::kDevice && base >= begin &&
-           base + bytes <= begin + whole_pages(kLead + memory.bytes);
-  });
-  if (!known) return Problem::kInvalidValue;
-  fd = ::memfd_create("fake-dmabuf", MFD_CLOEXEC);
-  if (fd < 0) return Problem::kOutOfMemory;
-  return ::ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? Problem::kNone : Problem::kOutOfMemory;
+    if (memory.kind != Kind::kDevice || address < begin ||
+        address + bytes > begin + whole_pages(kLead + memory.bytes)) {
+      continue;
+    }
+    fd = ::fcntl(memory.fd, F_DUPFD_CLOEXEC, 0);
+    offset = memory.lead + (address - begin);
+    return fd >= 0 ? Problem::kNone : Problem::kOutOfMemory;
+  }
+  return Problem::kInvalidValue;
 }
 
 Problem FakeGpus::create_stream(void*& stream) {
@@ -518,4 +519,13 @@ extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_early_frees(
 }
 extern "C" __attribute__((visibility("default"))) void fake_gpu_damage() {
   kvxfer::fake::FakeGpus::instance().damage();
+}
+// As a peer-memory module does: which descriptor is behind memory of a device, and where in it an
+// address is. The descriptor is the caller's. -1: that is no memory of a device.
+extern "C" __attribute__((visibility("default"))) int fake_gpu_peer_memory(uintptr_t address,
+                                                                           size_t bytes, int* fd,
+                                                                           size_t* offset) {
+  const auto problem =
+      kvxfer::fake::FakeGpus::instance().export_memory(address, bytes, *fd, *offset);
+  return problem == kvxfer::fake::Problem::kNone ? 0 : -1;
 }

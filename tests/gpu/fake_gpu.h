@@ -114,8 +114,9 @@ class FakeGpus {
   // Flips a bit in every 64th byte of the largest allocation, but for its last 64 bytes.
   void damage();
 
-  // A descriptor of as many bytes, for dmabufs.
-  Problem export_memory(uintptr_t base, size_t bytes, int& fd);
+  // The descriptor behind the memory of a device, as a dma-buf, and where in it `address` is. Who
+  // maps it writes where kernels read.
+  Problem export_memory(uintptr_t address, size_t bytes, int& fd, size_t& offset);
 
   Problem create_stream(void*& stream);
   Problem destroy_stream(void* stream);

@@ -15,7 +15,9 @@ using kvxfer::fake::Problem;
 namespace {
 
 // Where in the memory behind a dmabuf its allocation begins: an allocator that cuts up larger ones.
-constexpr uint64_t kDmaBufOffset = 2 << 20;
+constexpr size_t kDmaBufOffset = 2 << 20;
+
+uint32_t hdp_flush_register = 0;
 
 FakeGpus& gpus() { return FakeGpus::instance(); }
 
@@ -103,7 +105,7 @@ FAKE int hipPointerGetAttribute(void* data, int attribute, void* address) {
 FAKE int hipMalloc(void** address, size_t bytes) {
   return call("hipMalloc", [&] {
     uintptr_t base = 0;
-    const Problem problem = gpus().allocate(FakeGpus::Kind::kDevice, bytes, base);
+    const Problem problem = gpus().allocate(FakeGpus::Kind::kDevice, bytes, base, kDmaBufOffset);
     *address = reinterpret_cast<void*>(base);
     return problem;
   });
@@ -129,10 +131,22 @@ FAKE int hipHostFree(void* address) {
 FAKE int hsa_amd_portable_export_dmabuf(const void* address, size_t bytes, int* fd,
                                         uint64_t* offset) {
   return call("hsa_amd_portable_export_dmabuf", [&] {
-    *offset = kDmaBufOffset;
-    return gpus().export_memory(reinterpret_cast<uintptr_t>(address), bytes, *fd);
+    size_t at = 0;
+    const Problem problem =
+        gpus().export_memory(reinterpret_cast<uintptr_t>(address), bytes, *fd, at);
+    *offset = at;
+    return problem;
   });
 }
+FAKE int hipDeviceGetAttribute(int* value, int attribute, int) {
+  return call("hipDeviceGetAttribute", [&] {
+    if (attribute != 10005) return Problem::kInvalidValue;
+    *reinterpret_cast<volatile uint32_t**>(value) = &hdp_flush_register;
+    return Problem::kNone;
+  });
+}
+// What was written there last, which clears it.
+FAKE uint32_t fake_gpu_hdp_flushed() { return std::exchange(hdp_flush_register, 0); }
 FAKE int hipStreamCreateWithFlags(void** stream, unsigned) {
   return call("hipStreamCreateWithFlags", [&] { return gpus().create_stream(*stream); });
 }
