@@ -94,6 +94,18 @@ Path to_path(const std::string& name) {
   return static_cast<Path>(found - kPaths.begin());
 }
 
+constexpr std::array<const char*, 4> kGpuDirect = {"off", "auto", "dmabuf", "peermem"};
+
+GpuDirect to_gpu_direct(const std::string& name) {
+  const auto found = std::find(kGpuDirect.begin(), kGpuDirect.end(), name);
+  if (found == kGpuDirect.end()) {
+    throw Error(StatusCode::kInvalid, "gpudirect \"" + name +
+                                          "\" is not known; there are auto, dmabuf, peermem and "
+                                          "off");
+  }
+  return static_cast<GpuDirect>(found - kGpuDirect.begin());
+}
+
 ScaleFormat to_scale_format(const std::string& name) {
   for (const auto format : {ScaleFormat::kFloat32, ScaleFormat::kBFloat16, ScaleFormat::kE8M0}) {
     if (name == scale_format_name(format)) return format;
@@ -128,6 +140,15 @@ void register_options(py::module_& module) {
           "path",
           [](const AgentOptions& options) { return kPaths[static_cast<size_t>(options.path)]; },
           [](AgentOptions& options, const std::string& name) { options.path = to_path(name); })
+      .def_property(
+          "gpudirect",
+          [](const AgentOptions& options) {
+            return kGpuDirect[static_cast<size_t>(options.gpu_direct)];
+          },
+          [](AgentOptions& options, const std::string& name) {
+            options.gpu_direct = to_gpu_direct(name);
+          })
+      .def_readwrite("gpudirect_only", &AgentOptions::gpu_direct_only)
       .def_readwrite("window", &AgentOptions::window)
       .def_readwrite("copied_chunk_bytes", &AgentOptions::copied_chunk_bytes)
       .def_readwrite("copied_window", &AgentOptions::copied_window)
@@ -268,10 +289,10 @@ void register_agent(py::module_& module) {
              const BlockTable& table, uint32_t num_tokens, double timeout,
              const std::vector<
                  std::tuple<PeerId, std::vector<uint32_t>, uint32_t, uint32_t, uint32_t>>& parts,
-             const CodecSpec& codec, uintptr_t stream) {
+             const CodecSpec& codec, uintptr_t stream, bool gpudirect_only) {
             FetchSpec spec{
-                offer_id, to_generation(generation), cache, table, num_tokens, timeout, {},
-                codec,    to_stream(stream)};
+                offer_id, to_generation(generation), cache,         table, num_tokens, timeout, {},
+                codec,    to_stream(stream),         gpudirect_only};
             for (const auto& [peer, layers, begin, end, consumers] : parts)
               spec.parts.push_back({peer, layers, begin, end, consumers});
             py::gil_scoped_release release;
@@ -279,7 +300,7 @@ void register_agent(py::module_& module) {
           },
           py::kw_only(), py::arg("offer_id"), py::arg("generation"), py::arg("cache"),
           py::arg("table"), py::arg("num_tokens"), py::arg("timeout"), py::arg("parts"),
-          py::arg("codec"), py::arg("stream") = 0)
+          py::arg("codec"), py::arg("stream") = 0, py::arg("gpudirect_only") = false)
       .def(
           "decline",
           [](Agent& agent, const std::string& offer_id, const py::bytes& generation, CacheId cache,

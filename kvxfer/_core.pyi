@@ -276,6 +276,8 @@ class AgentOptions:
     arena_bytes: int
     slot_bytes: int
     path: str
+    gpudirect: str
+    gpudirect_only: bool
     window: int
     copied_chunk_bytes: int
     copied_window: int
@@ -508,6 +510,7 @@ class Agent:
         parts: Sequence[tuple[int, Sequence[int], int, int, int]],
         codec: CodecSpec,
         stream: int = 0,
+        gpudirect_only: bool = False,
     ) -> Fetch:
         """Fetch the tokens from table.first_token on; on a GPU nothing is written before `stream`.
 

@@ -312,8 +312,9 @@ class Agent:
             then expects as many fetches as there are ranks that need it. Left out, its offer ends
             after ``offer(consumers=...)``. All ranks pass it, or none.
         require
-            ``"rdma"``: fail, with the reason, where it would go by anything else. Left out,
-            `Config.require`.
+            ``"rdma"``: fail, with the reason, where it would go by anything else;
+            ``"gpudirect-rdma"``: also where it would be staged in host memory instead of being
+            written into this GPU's. Left out, `Config.require`.
         stream
             Of a cache on a GPU, as in `offer`: nothing is written before.
 
@@ -328,7 +329,7 @@ class Agent:
         """
         check_seconds("timeout", timeout)
         if require is not None:
-            check_require(require, self._config.transport)
+            check_require(require, self._config)
         spec = Codec.parse(self._config.codec if codec is None else codec)
         parsed = parse_ticket(ticket, self._config.secret)
         layout = cache.layout
@@ -346,6 +347,7 @@ class Agent:
         table = _core.BlockTable(blocks, begin, slot)
         parts, consumers = self._share(parsed, cache, ranks)
         handle = stream_handle(stream, cache)
+        gpudirect_only = (require or self._config.require) == "gpudirect-rdma"
         with self._lock:
             cache_id = self._cache_id(cache)
             # Checks come before the first connection is made.
@@ -371,6 +373,7 @@ class Agent:
                     ],
                     codec=spec.core_spec(parsed.first_token + parsed.num_tokens),
                     stream=handle,
+                    gpudirect_only=gpudirect_only,
                 )
 
             return self._start(start, cache)

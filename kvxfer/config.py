@@ -83,7 +83,7 @@ def _check(name: str, value: object, kind: type) -> None:
     fits = isinstance(value, numbers_of.get(kind, kind)) and (
         kind is bool or not isinstance(value, bool)
     )
-    optional = kind is str and name not in ("transport", "codec", "path")
+    optional = kind is str and name not in ("transport", "codec", "path", "gpudirect")
     if not fits and not (optional and value is None):
         found = type(value).__name__ if name == "secret" else repr(value)
         raise ConfigError(f"{name} is {found}: expected {kind.__name__}")
@@ -107,19 +107,29 @@ def _read_secret(path: str) -> str:
     return secret
 
 
-def check_require(require: str, transport: str) -> None:
-    """Raise ConfigError when the transports that `transport` allows cannot be what is required."""
+def check_require(require: str, config: Config) -> None:
+    """Raise ConfigError when what these settings allow cannot be what is required."""
+    transport = config.transport
     if require == "gpudirect-rdma":
-        raise ConfigError(
-            "require='gpudirect-rdma' cannot be had: chunks are staged in host memory, for no "
-            "memory of a GPU is registered with RDMA adapters yet; there is require='rdma'"
-        )
-    if require != "rdma":
+        if transport == "ucx":
+            raise ConfigError(
+                "require='gpudirect-rdma' contradicts transport='ucx': over UCX chunks are staged "
+                "in host memory, on both sides; say auto or verbs"
+            )
+        if config.gpudirect == "off":
+            raise ConfigError("require='gpudirect-rdma' contradicts gpudirect='off'")
+        if config.path == "staged":
+            raise ConfigError(
+                "require='gpudirect-rdma' cannot be had: chunks are staged in host memory with "
+                "path='staged', which is the default; set path='direct' on both sides"
+            )
+    elif require != "rdma":
         raise ConfigError(f"require={require!r} is not known; there are rdma and gpudirect-rdma")
-    if transport not in ("auto", "verbs", "ucx"):
-        raise ConfigError(
-            f"require='rdma' contradicts transport={transport!r}: say auto, verbs or ucx"
-        )
+    elif transport == "ucx":
+        return
+    if transport not in ("auto", "verbs"):
+        can = "auto or verbs" if require == "gpudirect-rdma" else "auto, verbs or ucx"
+        raise ConfigError(f"require={require!r} contradicts transport={transport!r}: say {can}")
 
 
 def _default_threads() -> int:
@@ -193,6 +203,13 @@ class Config:
         "staged",
         "name",
         "auto: where that is faster, RDMA peers write into caches; direct: wherever it is possible",
+    )
+    gpudirect: str = _knob(
+        "KVXFER_GPUDIRECT",
+        "auto",
+        "name",
+        "how RDMA adapters reach GPU memory on the direct path: dmabuf, peermem, auto for the "
+        "first that works; off: not at all",
     )
     arena_bytes: int = _knob(
         "KVXFER_ARENA_BYTES", 256 << 20, "bytes", "staging memory of the fetching side"
@@ -297,8 +314,12 @@ class Config:
             )
         if self.path not in ("staged", "auto", "direct"):
             raise ConfigError(f"path {self.path!r} is not known; there are staged, auto and direct")
+        if self.gpudirect not in ("auto", "dmabuf", "peermem", "off"):
+            raise ConfigError(
+                f"gpudirect {self.gpudirect!r} is not known; there are auto, dmabuf, peermem, off"
+            )
         if self.require is not None:
-            check_require(self.require, self.transport)
+            check_require(self.require, self)
         if self.transport in ("verbs", "ucx") or self.require is not None:
             self._check_fabric()
         if self.arena_bytes < self.chunk_bytes:
@@ -333,7 +354,8 @@ class Config:
                 rails(self)
             except ResourceError as error:
                 why_not = str(error)
-        if self.transport == "ucx" or (self.transport == "auto" and why_not is not None):
+        ucx_would_do = self.transport == "auto" and self.require != "gpudirect-rdma"
+        if self.transport == "ucx" or (ucx_would_do and why_not is not None):
             problem = ucx.problem(rdma=self.require is not None)
             why_not = None if problem is None else why_not or problem
         if why_not is not None:
@@ -358,7 +380,8 @@ class Config:
         options.peer_bytes = self.peer_bytes
         options.digest, options.lock_arena = self.digest, self.lock_arena
         options.gpu_timeout, options.gpu_ipc = self.gpu_timeout, self.gpu_ipc
-        options.path = self.path
+        options.path, options.gpudirect = self.path, self.gpudirect
+        options.gpudirect_only = self.require == "gpudirect-rdma"
         return options
 
     @classmethod

@@ -41,6 +41,8 @@ class Connection:
 def allowed_transports(config: Config) -> list[str]:
     """Return the transports that these settings allow, best first."""
     allowed = ["shm", *NAMES, "tcp"] if config.transport == "auto" else [config.transport]
+    if config.require == "gpudirect-rdma":
+        return [name for name in allowed if name == "verbs"]
     return [name for name in allowed if config.require is None or name in NAMES]
 
 

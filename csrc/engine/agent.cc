@@ -60,7 +60,8 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   }
   Guard guard(core);
   core.check_open();
-  if (!on_gpu && !core.registrar && core.options.path != Path::kStaged) {
+  const bool may_go_direct = !on_gpu || core.options.gpu_direct != GpuDirect::kOff;
+  if (may_go_direct && !core.registrar && core.options.path != Path::kStaged) {
     core.registrar = std::make_shared<ThreadPool>(1, "kvx-pin");
   }
   for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;

@@ -145,9 +145,13 @@ Digest ChunkPlan::digest_of(uint32_t chunk, const std::byte* wire, uint32_t byte
   return digest({wire, bytes}, seed(chunk, generation));
 }
 
-Digest ChunkPlan::digest_in_place(uint32_t chunk, const Generation& generation) const {
-  return kvxfer::digest_in_place(std::get<CopyPlan>(plan_), bounds_[chunk], bounds_[chunk + 1],
-                                 seed(chunk, generation));
+Digest ChunkPlan::digest_in_place(uint32_t chunk, const Generation& generation,
+                                  GpuPacker* gpu) const {
+  const CopyPlan& copy = std::get<CopyPlan>(plan_);
+  const uint64_t begin = bounds_[chunk], end = bounds_[chunk + 1];
+  const uint64_t place = seed(chunk, generation);
+  return gpu != nullptr ? gpu->digest(copy, begin, end, place)
+                        : kvxfer::digest_in_place(copy, begin, end, place);
 }
 
 std::vector<DirectPiece> ChunkPlan::pieces(uint32_t chunk, const CopyPlan& to) const {

@@ -61,7 +61,7 @@ class ChunkPlan {
                    const Generation& generation) const;
 
   // What pack() would digest, where it lies in this side's memory. Of plain memory only.
-  Digest digest_in_place(uint32_t chunk, const Generation& generation) const;
+  Digest digest_in_place(uint32_t chunk, const Generation& generation, GpuPacker* gpu) const;
   // The same in pieces that lie in one place in this side's memory and in that of `to`, which has
   // the same wire and begins at address 0.
   std::vector<DirectPiece> pieces(uint32_t chunk, const CopyPlan& to) const;

@@ -83,6 +83,21 @@ void report_accept(const Part& part, const wire::Accept& accept) {
   add_distinct(report.codec_why, why);
 }
 
+// And lets a direct one know where it lands.
+void report_path(Part& part, std::string why) {
+  FetchReport& report = part.fetch->report;
+  const auto target = part.peer->targets.find(part.fetch->cache->id);
+  if (part.direct && target != part.peer->targets.end()) {
+    part.target = target->second.memory;
+    if (!target->second.by.empty()) why += "; written into this GPU " + target->second.by;
+  }
+  add_distinct(report.path, part.direct ? "direct" : part.gpu ? "gpu-ipc" : "staged");
+  add_distinct(report.path_why, why);
+  if (part.fetch->cache->gpu && !part.direct && !part.gpu) {
+    add_distinct(report.why, "GPU memory goes through the host's");
+  }
+}
+
 // The whole fetch has arrived: every producer hears DONE once, however many parts it answered,
 // since an offer counts them. Not before, or a fetch that then fails could not be tried again.
 void succeed(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
@@ -183,6 +198,13 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   if (!in_background) core.events.push(fetch->handle);
 }
 
+// Of a fetch that may not be staged.
+static Status not_direct(const Part& part, const std::string& why) {
+  return {StatusCode::kNoResources, "gpudirect-rdma is required, and what '" + part.peer->name +
+                                        "' sends over " + part.peer->link->transport() +
+                                        " would be staged in host memory: " + why};
+}
+
 void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   Peer& peer = *part->peer;
   if (part->fetch->declines) {
@@ -216,6 +238,9 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
     }
     part->asks_direct = target->second.memory != nullptr;
     part->path_why = target->second.problem;
+  }
+  if (part->fetch->spec.gpu_direct_only && !part->asks_direct) {
+    return fail_fetch(core, part->fetch, not_direct(*part, part->path_why));
   }
   if (may_use_gpu_slots(core, *part)) {
     const auto exposed = peer.exposed.find(part->fetch->cache->gpu.get());
@@ -260,6 +285,9 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
       (direct && accept.panel_tokens > 0)) {
     throw Error(StatusCode::kProtocol, "ACCEPT is no answer to what was asked");
   }
+  if (fetch.spec.gpu_direct_only && !direct) {
+    return fail_fetch(core, part->fetch, not_direct(*part, answer->path_why));
+  }
   try {
     part->plan.emplace(plan_part(*part, accept));
   } catch (const Error& error) {
@@ -285,13 +313,7 @@ void handle_accept(AgentCore& core, Peer& peer, const wire::Accept& accept,
   part->direct = direct;
   if (gpu && gpu->gpu != 0) part->gpu = peer.exposed.at(fetch.cache->gpu.get()).arena;
   report_accept(*part, accept);
-  add_distinct(part->fetch->report.path, direct ? "direct" : part->gpu ? "gpu-ipc" : "staged");
-  add_distinct(part->fetch->report.path_why, answer ? answer->path_why
-                                             : gpu  ? gpu->path_why
-                                                    : part->path_why);
-  if (fetch.cache->gpu && !direct && !part->gpu) {
-    add_distinct(part->fetch->report.why, "GPU memory goes through the host's");
-  }
+  report_path(*part, answer ? answer->path_why : gpu ? gpu->path_why : part->path_why);
   core.recorder.add(TraceKind::kAccept, fetch.spec.generation,
                     {.peer = peer.id, .bytes = accept.wire_bytes});
   // What is behind the last token is stale memory: an engine that reads whole blocks must not meet

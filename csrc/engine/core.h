@@ -64,7 +64,8 @@ struct Cache {
 struct Registered {
   std::shared_ptr<DirectMemory> memory;
   std::string problem;
-  bool told = false;  // consumer: the peer has the keys
+  bool told = false;    // consumer: the peer has the keys
+  std::string by = {};  // of GPU memory: in which way, as reports say it
 
   bool ready() const { return memory || !problem.empty(); }
 };
@@ -162,18 +163,19 @@ struct Part {
   uint32_t chunk_bytes = 0;
   std::optional<ChunkPlan> plan;  // once accepted
   ElementType producer_element = ElementType::kBFloat16;
-  std::vector<bool> arrived;        // by chunk
-  std::vector<wire::Commit> early;  // landed before the ACCEPT
-  uint32_t chunks_left = 0;         // to unpack; an estimate until accepted
-  uint32_t wanted = 0;              // slots that the producer can use, as far as is known
-  uint32_t granted = 0;             // slots granted so far
-  std::vector<uint32_t> slots;      // granted and not yet given back, in any state
-  bool hungry = false;              // in AgentCore::hungry
-  bool asks_direct = false;         // asked with FETCH_DIRECT
-  bool direct = false;              // accepted so: no chunk goes through its slot
-  bool asks_gpu = false;            // asked with FETCH_GPU
-  std::shared_ptr<GpuArena> gpu;    // accepted so: its slots are in there
-  std::string path_why;             // of one that does not ask
+  std::vector<bool> arrived;           // by chunk
+  std::vector<wire::Commit> early;     // landed before the ACCEPT
+  uint32_t chunks_left = 0;            // to unpack; an estimate until accepted
+  uint32_t wanted = 0;                 // slots that the producer can use, as far as is known
+  uint32_t granted = 0;                // slots granted so far
+  std::vector<uint32_t> slots;         // granted and not yet given back, in any state
+  bool hungry = false;                 // in AgentCore::hungry
+  bool asks_direct = false;            // asked with FETCH_DIRECT
+  bool direct = false;                 // accepted so: no chunk goes through its slot
+  std::weak_ptr<DirectMemory> target;  // then: that it lands in
+  bool asks_gpu = false;               // asked with FETCH_GPU
+  std::shared_ptr<GpuArena> gpu;       // accepted so: its slots are in there
+  std::string path_why;                // of one that does not ask
   bool sent = false, accepted = false, done = false;
 };
 
@@ -442,7 +444,8 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve);
 // direct_serve.cc
 // Says why chunks of serve.plan, which are plain memory, go straight into the consumer's blocks,
 // and then has set serve.direct, or why not. None: the offer's cache is to be registered first.
-std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, CopyPlan target);
+std::optional<std::string> choose_path(const AgentCore& core, Serve& serve, const OfferState& offer,
+                                       CopyPlan target);
 // Has the offer's cache registered with the peer's link, and goes on with the serve then.
 void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
                         const std::shared_ptr<OfferState>& offer);
@@ -465,6 +468,8 @@ void keep_for_good(const std::shared_ptr<Peer>& peer);
 
 // packing.cc
 void start_packs(AgentCore& core);
+// Chunks that are packed by the threads that do so for this serve, or wait for them.
+uint32_t& packing(AgentCore& core, const Serve& serve);
 
 // part_plan.cc
 void announce(Peer& peer, const Cache& cache);  // LAYOUT, once
@@ -501,6 +506,15 @@ bool pin_cache(AgentCore& core, const std::shared_ptr<Cache>& cache,
 // What the peer's link has registered, of one cache or all. Dropped anywhere, also with the mutex
 // held, it is unpinned on the registrar, or in place once that has stopped.
 std::vector<Registered> take_registered(Peer& peer, std::optional<CacheId> cache);
+
+// gpu_pinning.cc
+// Registers the memory of a cache on a GPU, in the ways that the options allow, where a transfer to
+// and from scratch memory of that GPU shows that the way works. Without the mutex; takes seconds at
+// worst. Throws Error(kNoResources) with what is wrong with each way.
+Registered register_gpu(const AgentCore& core, Cache& cache, Link& link, Link::DirectUse use);
+// What adapters have written into a chunk's blocks is there for kernels that are launched from now
+// on. Without the mutex. Throws Error(kNoResources).
+void settle_writes(const AgentCore& core, const Part& part);
 
 // fetches.cc
 // run_job() for a job that writes into the blocks, once the caller's GPU has let go of them.

@@ -98,8 +98,8 @@ bool may_go_direct(const AgentCore& core, Part& part) {
     part.path_why = std::string(peer.link->transport()) + " has no direct path";
   } else if (!peer.direct) {
     part.path_why = "'" + peer.name + "' has path set to staged, or is of an older release";
-  } else if (part.fetch->cache->gpu) {
-    part.path_why = "the cache is in GPU memory, which goes through the host's";
+  } else if (part.fetch->cache->gpu && core.options.gpu_direct == GpuDirect::kOff) {
+    part.path_why = "the cache is in GPU memory, and gpudirect is set to off";
   } else if (spec.codec.codec != Codec::kRaw) {
     part.path_why = std::string("codec ") + codec_name(spec.codec.codec) + " needs staging";
   } else if (spec.table.blocks.size() > wire::kMaxBlocks) {

@@ -33,14 +33,15 @@ void serve_waiting(AgentCore& core, Peer& peer, CacheId cache, Registered made) 
 
 }  // namespace
 
-std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, CopyPlan target) {
+std::optional<std::string> choose_path(const AgentCore& core, Serve& serve, const OfferState& offer,
+                                       CopyPlan target) {
   Peer& peer = *serve.peer;
   const KnownLayout& known = peer.layouts.at(serve.request.cache_id);
   const auto& to = known.memory;
   if (!known.problem.empty()) return known.problem;
   if (!to) throw Error(StatusCode::kProtocol, "FETCH_DIRECT without MEMORY");
-  if (offer.cache->gpu) {
-    return "the producer's cache is in GPU memory, which goes through the host's";
+  if (offer.cache->gpu && core.options.gpu_direct == GpuDirect::kOff) {
+    return "the producer's cache is in GPU memory, and its gpudirect is set to off";
   }
   const ChunkPlan& plan = *serve.plan;
   const bool forced = serve.path == wire::FetchDirect::kDirect;
@@ -57,7 +58,9 @@ std::optional<std::string> choose_path(Serve& serve, const OfferState& offer, Co
   if (source == peer.sources.end() || !source->second.ready()) return std::nullopt;
   if (!source->second.memory) return source->second.problem;
   serve.direct.emplace(DirectServe{std::move(target), pieces, source->second.memory, to});
-  return forced ? "as set" : "runs of at least " + run + " on average";
+  const std::string& by = source->second.by;
+  return (forced ? "as set" : "runs of at least " + run + " on average") +
+         (by.empty() ? "" : "; read from the producer's GPU " + by);
 }
 
 void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
@@ -89,7 +92,8 @@ void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t
   try {
     pieces = serve->plan->pieces(chunk, direct.target);
     if (request.with_digest != 0) {
-      commit.digest = serve->plan->digest_in_place(chunk, request.generation);
+      commit.digest =
+          serve->plan->digest_in_place(chunk, request.generation, serve->offer->cache->packer());
     }
   } catch (const std::exception& error) {  // std::bad_alloc
     failure = "producer '" + core.options.name + "' could not write chunk " +
@@ -104,7 +108,7 @@ void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t
   uint64_t token = 0;
   {
     Guard guard(core);
-    --core.packing;
+    --packing(core, *serve);
     if (failure) refuse(core, serve, {StatusCode::kNoResources, *failure});
     if (serve->ended) {
       --serve->offer->reading;

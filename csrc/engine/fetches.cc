@@ -48,7 +48,10 @@ void close_gate(AgentCore& core, const std::shared_ptr<FetchState>& fetch,
   const auto opened = [fetch](const std::string& failure) {
     AgentCore& owner = *fetch->core;
     Guard guard(owner);
-    if (failure.empty()) return open_gate(owner, *fetch);
+    if (failure.empty()) {
+      open_gate(owner, *fetch);
+      return grant_slots(owner);
+    }
     fail_fetch(owner, fetch,
                {StatusCode::kNoResources,
                 what_of(*fetch) + ": the stream that has the blocks: " + failure});
@@ -72,6 +75,9 @@ void run_unpack(AgentCore& core, const std::shared_ptr<FetchState>& fetch, uint6
 void open_gate(AgentCore& core, FetchState& fetch) {
   fetch.gated = false;
   for (auto& job : std::exchange(fetch.parked, {})) run_job(core, *fetch.cache, 0, std::move(job));
+  for (const auto& part : fetch.parts) {
+    if (part->direct) feed(core, part, window_of(core, *part));
+  }
 }
 
 void launch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
@@ -118,6 +124,9 @@ Fetch Agent::fetch(const FetchSpec& spec) {
     throw invalid("an offer's id has 1 to " + std::to_string(wire::kMaxName) + " bytes");
   }
   if (spec.parts.empty()) throw invalid("it names no producer");
+  if (spec.gpu_direct_only && !cache->second->gpu) {
+    throw invalid("gpudirect-rdma is required, and the cache is in the host's memory");
+  }
   if (!(spec.timeout > 0)) throw invalid("its timeout must be positive");
   spec.table.validate(layout, spec.table.first_token, static_cast<uint32_t>(token_end),
                       /*unique=*/true);

@@ -23,6 +23,9 @@ struct GpuDevice {
   std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
   std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
   uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
+  // Ways to register its memory for adapters that were tried on scratch memory, with what is wrong
+  // with them, if anything. For the registrar's thread only.
+  std::map<std::pair<GpuDirect, Link::DirectUse>, std::string> tried;
 
   // For producers on this host; made at the first call, which takes the device's time. Throws
   // Error(kNoResources).

@@ -84,8 +84,11 @@ Status unpack_commit(const AgentCore& core, const Part& part, const wire::Commit
                      UnpackedChunk& chunk) {
   try {
     if (part.direct) {  // it is where it belongs
+      const Cache& cache = *part.fetch->cache;
+      if (cache.gpu) settle_writes(core, part);
       if (!core.options.digest) return {};
-      chunk.digest = part.plan->digest_in_place(commit.chunk, part.fetch->spec.generation);
+      chunk.digest =
+          part.plan->digest_in_place(commit.chunk, part.fetch->spec.generation, cache.packer());
       return judge(core, part, commit, chunk);
     }
     chunk = part.plan->unpack(

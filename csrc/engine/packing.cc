@@ -21,12 +21,6 @@ bool has_room(const AgentCore& core, const Turn& turn) {
   return core.staged < core.staging->num_slots() && peer.staged < core.staging->num_slots() / 2;
 }
 
-// Of those that share threads with this one.
-uint32_t& packing(AgentCore& core, const Serve& serve) {
-  GpuDevice* gpu = serve.offer->cache->gpu.get();
-  return gpu != nullptr ? gpu->packing : core.packing;
-}
-
 void unreserve_staging(AgentCore& core, Peer& peer) {
   --core.staged;
   --peer.staged;
@@ -115,6 +109,11 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
 }
 
 }  // namespace
+
+uint32_t& packing(AgentCore& core, const Serve& serve) {
+  GpuDevice* gpu = serve.offer->cache->gpu.get();
+  return gpu != nullptr ? gpu->packing : core.packing;
+}
 
 void start_packs(AgentCore& core) {
   // Who waits for staging is passed over: on_written() comes back here.

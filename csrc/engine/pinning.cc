@@ -34,14 +34,20 @@ std::shared_ptr<DirectMemory> unpin_later(AgentCore& core, const std::shared_ptr
           }};
 }
 
+Registered register_host(const Cache& cache, Link& link, Link::DirectUse use) {
+  std::vector<DirectSpan> spans;
+  for (const auto& memory : cache.memory) spans.push_back({memory});
+  return {link.register_memory(spans, use), {}};
+}
+
 // Without the mutex.
 Registered pin(AgentCore& core, const std::shared_ptr<Cache>& cache, Link& link,
                Link::DirectUse use) {
   try {
-    Registered made;
-    auto memory = link.register_memory(cache->memory, use);
+    Registered made =
+        cache->gpu ? register_gpu(core, *cache, link, use) : register_host(*cache, link, use);
     ++cache->pinned;
-    made.memory = unpin_later(core, cache, std::move(memory));
+    made.memory = unpin_later(core, cache, std::move(made.memory));
     return made;
   } catch (const std::exception& error) {
     return {nullptr, error.what()};

@@ -318,7 +318,7 @@ std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
     serve.plan.emplace(CopyPlan(ours, offer.table, wanted.slice, tiles, order, wanted.plane_of),
                        num_layers, request.chunk_bytes, serve.per_layer);
     if (serve.path != 0) {
-      const auto why = choose_path(serve, offer, consumers_plan(serve, theirs, tiles, order));
+      const auto why = choose_path(core, serve, offer, consumers_plan(serve, theirs, tiles, order));
       if (!why) return std::nullopt;
       answer.path_why = *why;
     }
@@ -326,6 +326,13 @@ std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
     serve.plan.emplace(PanelPlan(ours, offer.table, wanted.slice, wanted.plane_of,
                                  format_of(accept, ours.element)),
                        num_layers, request.chunk_bytes, serve.per_layer);
+  }
+  if (core.options.gpu_direct_only && offer.cache->gpu && !serve.direct) {
+    throw Error(
+        StatusCode::kNoResources,
+        "offer '" + offer.id + "': producer '" + core.options.name +
+            "' requires gpudirect-rdma, and this would be staged in its host's memory: " +
+            (serve.path == 0 ? "the consumer does not ask for the direct path" : answer.path_why));
   }
   for (size_t i = 0; i < order.size(); ++i) accept.order[i] = static_cast<uint8_t>(order[i]);
   accept.num_chunks = serve.plan->num_chunks();

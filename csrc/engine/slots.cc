@@ -62,7 +62,9 @@ uint32_t grant_slot(AgentCore& core, Part& part) {
 void feed(AgentCore& core, const std::shared_ptr<Part>& part, uint32_t enough) {
   const bool wants = !part->done && !part->fetch->ending && part->wanted > part->granted &&
                      part->slots.size() < enough && part->peer->state == Peer::kReady;
-  if (!wants || part->hungry) return;
+  // On the direct path a slot lets the producer write into the blocks: open_gate() comes back here.
+  const bool too_early = part->direct && part->fetch->gated;
+  if (!wants || too_early || part->hungry) return;
   part->hungry = true;
   core.hungry.push(part->peer.get(), part);
 }

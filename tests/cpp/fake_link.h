@@ -39,8 +39,7 @@ class FakeLink : public Link {
     under_way = token;
   }
   bool direct() const override { return allows_direct; }
-  std::shared_ptr<DirectMemory> register_memory(std::span<const std::span<std::byte>>,
-                                                DirectUse) override {
+  std::shared_ptr<DirectMemory> register_memory(std::span<const DirectSpan>, DirectUse) override {
     ++registrations;
     if (on_register) on_register();
     auto memory = std::make_shared<Memory>();

@@ -122,24 +122,6 @@ TEST_SUITE("verbs adapters" * doctest::skip(real_devices() != nullptr)) {
     refused(StatusCode::kNoResources, "there is no RDMA device");
   }
 
-  TEST_CASE("memory of a GPU is registered through its dma-buf, with its offset") {
-    reset_world(two_hosts_with([](auto& device) { device.max_mr_size = 1u << 20; }));
-    IoThreads threads(1);
-    VerbsFabric fabric(threads, options_for(true));
-    Bytes memory(3u << 20);
-    const auto registered = fabric.register_dmabuf(42, 8192, memory, VerbsAccess::kArena);
-    const auto last = fake_verbs::last_registration();
-    CHECK(last.fd == 42);
-    CHECK(last.offset == 8192 + (2u << 20));
-    CHECK(last.length == 1u << 20);
-    CHECK(last.iova == reinterpret_cast<uint64_t>(memory.data()) + (2u << 20));
-    CHECK(last.access == (1u | 2u | 1u << 20));
-    CHECK(fake_verbs::counts().registrations == 2 * 3);
-    fake_verbs::fail_calls("reg_dmabuf_mr", EOPNOTSUPP);
-    CHECK_THROWS_AS(fabric.register_dmabuf(42, 0, memory, VerbsAccess::kArena), Error);
-    CHECK_THROWS_AS(fabric.register_dmabuf(-1, 0, memory, VerbsAccess::kArena), Error);
-  }
-
   TEST_CASE("relaxed ordering can be switched off, and sources are not for peers") {
     reset_world();
     IoThreads threads(1);

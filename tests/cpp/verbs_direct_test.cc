@@ -1,8 +1,11 @@
 // Writes from any registered memory into any of the peer's, over adapters with narrow limits.
 
 #include <doctest/doctest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <random>
 #include <set>
@@ -24,6 +27,12 @@ struct Parts {
                                       {600'000, 400'000}}) {
       spans.push_back(std::span(memory).subspan(begin, size));
     }
+  }
+
+  std::vector<DirectSpan> pieces() const {
+    std::vector<DirectSpan> all;
+    for (const auto& span : spans) all.push_back({span});
+    return all;
   }
 
   Bytes memory;
@@ -48,6 +57,48 @@ std::vector<DirectPiece> draw_pieces(std::mt19937& random, const Parts& from, co
   return pieces;
 }
 
+// What stands for memory of a GPU: addresses that nobody can read, and a descriptor of what is
+// there.
+struct OutOfReach {
+  static constexpr size_t kSize = 5u << 20, kLead = 8192;
+
+  OutOfReach()
+      : fd(::memfd_create("out-of-reach", MFD_CLOEXEC)),
+        address(static_cast<std::byte*>(
+            ::mmap(nullptr, kSize, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+    REQUIRE(::ftruncate(fd, kLead + kSize) == 0);
+  }
+  ~OutOfReach() {
+    ::munmap(address, kSize);
+    ::close(fd);
+  }
+
+  // From `begin` on, by the descriptor or by the address alone.
+  DirectSpan span(size_t begin, size_t size, bool by_dmabuf = true) const {
+    if (!by_dmabuf) return {{address + begin, size}, true};
+    return {{address + begin, size}, true, fd, kLead + begin};
+  }
+  Bytes read(size_t begin, size_t size) const {
+    Bytes bytes(size);
+    REQUIRE(::pread(fd, bytes.data(), size, static_cast<off_t>(kLead + begin)) ==
+            static_cast<ssize_t>(size));
+    return bytes;
+  }
+
+  const int fd;
+  std::byte* const address;
+};
+
+std::string refusal(Link& link, const DirectSpan& span) {
+  try {
+    link.register_memory({&span, 1}, Link::DirectUse::kTarget);
+  } catch (const Error& error) {
+    CHECK(error.code() == StatusCode::kNoResources);
+    return error.what();
+  }
+  return "";
+}
+
 void narrow(uint64_t max_mr_size, int max_qp_wr) {
   auto devices = two_hosts();
   for (auto& device : devices) {
@@ -67,8 +118,8 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     pair.start();
     Parts from(1), to(2);
     std::fill(to.memory.begin(), to.memory.end(), kPoison);
-    const auto source = pair.producer->register_memory(from.spans, Link::DirectUse::kSource);
-    const auto target = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget);
+    const auto source = pair.producer->register_memory(from.pieces(), Link::DirectUse::kSource);
+    const auto target = pair.consumer->register_memory(to.pieces(), Link::DirectUse::kTarget);
     const auto remote = pair.producer->remote_memory(target->keys());
     Bytes expected = to.memory;
     constexpr uint64_t kWrites = 6;
@@ -94,8 +145,8 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
       pair.start();
       Parts from(1), to(2);
       std::fill(to.memory.begin(), to.memory.end(), kPoison);
-      const auto source = pair.producer->register_memory(from.spans, Link::DirectUse::kSource);
-      const auto target = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget);
+      const auto source = pair.producer->register_memory(from.pieces(), Link::DirectUse::kSource);
+      const auto target = pair.consumer->register_memory(to.pieces(), Link::DirectUse::kTarget);
       const auto remote = pair.producer->remote_memory(target->keys());
       std::vector<DirectPiece> pieces{{from.spans[0].data(), 0, 4096}};
       if (beyond == 0) pieces.push_back({from.spans[0].data(), 199'999, 2});
@@ -117,8 +168,8 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     pair.start();
     Parts from(1), to(2);
     std::fill(to.memory.begin(), to.memory.end(), kPoison);
-    const auto source = pair.producer->register_memory(from.spans, Link::DirectUse::kSource);
-    auto target = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget);
+    const auto source = pair.producer->register_memory(from.pieces(), Link::DirectUse::kSource);
+    auto target = pair.consumer->register_memory(to.pieces(), Link::DirectUse::kTarget);
     const auto remote = pair.producer->remote_memory(target->keys());
     const std::vector<DirectPiece> pieces{{from.spans[0].data(), 0, 4096}};
     pair.producer->write_direct(pieces, source, remote, {}, 1);
@@ -142,7 +193,8 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     const auto own = reinterpret_cast<uint64_t>(to.spans[0].data());
     std::set<uint64_t> seen{own};
     for (int i = 0; i < 8; ++i) {
-      const Bytes keys = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget)->keys();
+      const Bytes keys =
+          pair.consumer->register_memory(to.pieces(), Link::DirectUse::kTarget)->keys();
       uint64_t base = 0;
       std::memcpy(&base, &keys[4], sizeof(base));
       CHECK(seen.insert(base).second);
@@ -154,7 +206,7 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     reset_world();
     VerbsPair pair;
     Parts to(2);
-    const auto target = pair.consumer->register_memory(to.spans, Link::DirectUse::kTarget);
+    const auto target = pair.consumer->register_memory(to.pieces(), Link::DirectUse::kTarget);
     const Bytes keys = target->keys();
     CHECK_NOTHROW(pair.producer->remote_memory(keys));
     for (size_t size = 0; size < keys.size(); ++size) {
@@ -181,6 +233,97 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
         REQUIRE(error.code() == StatusCode::kProtocol);
       }
     }
+  }
+
+  TEST_CASE("adapters reach memory of a GPU by its dma-buf, in pieces, each through itself") {
+    narrow(1u << 20, 1024);
+    VerbsPair pair;
+    pair.start();
+    OutOfReach gpu;
+    constexpr size_t kBegin = 4608, kSize = (3u << 20) - 100;
+    const DirectSpan span = gpu.span(kBegin, kSize);
+    fake_verbs::clear_counts();
+    const auto memory = pair.consumer->register_memory({&span, 1}, Link::DirectUse::kTarget);
+    const auto last = fake_verbs::last_registration();
+    CHECK(last.fd == gpu.fd);
+    CHECK(last.offset == OutOfReach::kLead + kBegin + (2u << 20));
+    CHECK(last.length == kSize - (2u << 20));
+    CHECK(last.iova % (2u << 20) == reinterpret_cast<uint64_t>(gpu.address + kBegin) % (2u << 20));
+    CHECK(last.access == (1u | 2u | 1u << 20));
+    REQUIRE(memory->adapters() == 2);
+    CHECK(fake_verbs::counts().registrations == 2 * 3);
+    CHECK(memory->adapter_name(1) == "c1");
+    for (size_t adapter = 0; adapter < 2; ++adapter) {
+      // Over the end of a piece, too.
+      for (const size_t at : {size_t{0}, (1u << 20) - size_t{100}, kSize - 200}) {
+        const Bytes bytes = random_bytes(200, static_cast<uint32_t>(at + adapter));
+        memory->put(adapter, gpu.address + kBegin + at, bytes, 5);
+        CHECK(gpu.read(kBegin + at, 200) == bytes);
+        Bytes back(200);
+        memory->get(adapter, gpu.address + kBegin + at, back, 5);
+        CHECK(back == bytes);
+      }
+    }
+    CHECK(gpu.read(0, kBegin) == Bytes(kBegin));
+    CHECK(gpu.read(kBegin + kSize, 1000) == Bytes(1000));
+    CHECK_THROWS_AS(memory->put(0, gpu.address + kBegin + kSize - 10, Bytes(20), 5), Error);
+    CHECK(fake_verbs::counts().violations == 0);
+  }
+
+  TEST_CASE("an adapter that does not answer itself is given up, and asked anew the next time") {
+    reset_world();
+    VerbsPair pair;
+    pair.start();
+    OutOfReach gpu;
+    const DirectSpan span = gpu.span(0, 4096);
+    const auto memory = pair.consumer->register_memory({&span, 1}, Link::DirectUse::kTarget);
+    const Bytes bytes(64, std::byte{7});
+    const auto problem = [&](double seconds) -> std::string {
+      try {
+        memory->put(0, gpu.address, bytes, seconds);
+      } catch (const Error& error) {
+        return error.what();
+      }
+      return "";
+    };
+    fake_verbs::hold_sends(true);
+    CHECK(problem(0.05).find("'c0', to itself: no completion in time") != std::string::npos);
+    fake_verbs::hold_sends(false);
+    CHECK(gpu.read(0, 64) == Bytes(64));  // nor does it come late
+    fake_verbs::set_port("c0", 1, false);
+    CHECK(problem(5).find("'c0' has no active port") != std::string::npos);
+    fake_verbs::set_port("c0", 1, true);
+    CHECK(problem(5).empty());
+    CHECK(gpu.read(0, 64) == bytes);
+  }
+
+  TEST_CASE("memory of a GPU that cannot be registered: what it says, by what the kernel said") {
+    reset_world();
+    VerbsPair pair;
+    pair.start();
+    const OutOfReach gpu;
+    const auto found = [&](bool by_dmabuf, int error, const std::string& text) {
+      if (error != 0) fake_verbs::fail_calls(by_dmabuf ? "reg_dmabuf_mr" : "reg_mr", error);
+      const std::string said = refusal(*pair.consumer, gpu.span(0, 4096, by_dmabuf));
+      CAPTURE(said);
+      return said.find(text) != std::string::npos && said.find("'c0'") != std::string::npos;
+    };
+    for (const int error : {EOPNOTSUPP, ENOSYS, EPROTONOSUPPORT}) {
+      CHECK(found(true, error, "cannot register dma-bufs"));
+    }
+    for (const int error : {EINVAL, EFAULT, ENXIO}) {
+      CHECK(found(true, error, "CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA"));
+    }
+    for (const int error : {EINVAL, EFAULT}) CHECK(found(false, error, "nvidia-peermem"));
+    CHECK(found(false, 0, "nvidia-peermem"));  // what a kernel without one says
+    for (const bool by_dmabuf : {false, true}) {
+      CHECK(found(by_dmabuf, ENOMEM, "BAR may be too small"));
+      CHECK(found(by_dmabuf, EPERM, "limits of its container"));
+    }
+    CHECK(found(true, EBADF, "given up the dma-buf"));
+    CHECK(found(false, EBUSY, "has refused it"));
+    CHECK(refusal(*pair.consumer, gpu.span(0, 4096)).empty());
+    CHECK(fake_verbs::counts().violations == 0);
   }
 }
 

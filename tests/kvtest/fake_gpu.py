@@ -19,6 +19,7 @@ from kvtest.caches import Geometry, Paged
 
 _WAVE = 64
 DEVICES = 2
+HOST = -1  # no device
 
 
 def _path() -> Path | None:
@@ -68,8 +69,17 @@ class Gpus:
         result = getattr(self._library, name)(*arguments)
         assert result == 0, f"{name} says {result}"
 
+    @property
+    def peer_memory(self) -> object:
+        """What a peer-memory module asks about addresses."""
+        return self._library.fake_gpu_peer_memory
+
     def open_handles(self) -> int:
         return int(self._library.fake_gpu_open_handles())
+
+    def hdp_flushed(self) -> bool:
+        """Whether a host data path was flushed since this was asked last."""
+        return bool(self._library.fake_gpu_hdp_flushed())
 
     def fail(self, call: str, nth: int = 0) -> None:
         """Let the nth call of that name from now on run out of memory."""
@@ -173,8 +183,10 @@ class DeviceArray:
     def __init__(self, like: np.ndarray, device: int) -> None:
         self._like, self.device = like, device
         address = ctypes.c_uint64()
+        hip = os.environ.get("KVXFER_HIP_LIBRARY") == os.environ.get("KVXFER_HSA_LIBRARY")
         with gpus().on(device):
-            gpus().call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(like.nbytes))
+            allocate = "hipMalloc" if hip else "cuMemAlloc_v2"
+            gpus().call(allocate, ctypes.byref(address), ctypes.c_size_t(like.nbytes))
         self.address = address.value
 
     @property
@@ -241,3 +253,23 @@ class GpuPaged(Paged):
         for memory in self.memory:
             for made in memory:
                 made.free()
+
+
+@contextlib.contextmanager
+def made(geometry: Geometry, device: int, seed: int | None = None) -> Iterator[Paged]:
+    """A cache on a device or, as HOST, in the host's memory."""
+    if device == HOST:
+        yield Paged(geometry, seed)
+        return
+    paged = GpuPaged(geometry, device, seed)
+    try:
+        yield paged
+    finally:
+        paged.free()
+
+
+def look(paged: Paged) -> Paged:
+    """Let the host know what is in a cache."""
+    if isinstance(paged, GpuPaged):
+        paged.download()
+    return paged

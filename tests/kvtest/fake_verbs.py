@@ -55,6 +55,7 @@ def library() -> ctypes.CDLL:
     found.fake_verbs_violations.restype = ctypes.c_uint64
     found.fake_verbs_objects.restype = ctypes.c_uint64
     found.fake_verbs_registrations.restype = ctypes.c_uint64
+    found.fake_verbs_fetched_sends.restype = ctypes.c_uint64
     found.fake_verbs_remote_keys.restype = ctypes.c_uint32
     return found
 
@@ -100,6 +101,36 @@ def held_registrations() -> Iterator[None]:
 
 def fail_calls(function: str, error: int, skip: int = 0, times: int = 1) -> None:
     library().fake_verbs_fail_calls(function.encode(), error, skip, times)
+
+
+def lose_gpu_writes(lose: bool) -> None:
+    """Let registrations of GPU memory look all right, and lead nowhere."""
+    library().fake_verbs_lose_gpu_writes(lose)
+
+
+def flip_writes(times: int) -> None:
+    """Flip a bit in each of the next RDMA writes."""
+    library().fake_verbs_flip_writes(times)
+
+
+def set_peer_memory(find: object | None) -> None:
+    """Have a peer-memory module, which asks this function of ctypes about addresses."""
+    library().fake_verbs_set_peer_memory(find)
+
+
+@contextmanager
+def max_mr_size(size: int) -> Iterator[None]:
+    """Let adapters that are opened in the block register no more than that at once."""
+    library().fake_verbs_set_max_mr_size(ctypes.c_uint64(size))
+    try:
+        yield
+    finally:
+        library().fake_verbs_set_max_mr_size(ctypes.c_uint64((1 << 64) - 1))
+
+
+def fetched_sends() -> int:
+    """Return for how many messages, which are no writes, adapters have read memory so far."""
+    return library().fake_verbs_fetched_sends()
 
 
 def bytes_sent(device: str) -> int:

@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -147,6 +148,40 @@ int ibv_dealloc_pd(ibv::Pd* pd) {
   return 0;
 }
 
+// Whether the host can read there. A GPU's memory it can't.
+static bool is_readable(const void* address) {
+  static const int sink = ::memfd_create("fake-verbs", MFD_CLOEXEC);
+  return ::pwrite(sink, address, 1, 0) == 1;
+}
+
+// Has the adapter reach what is behind a descriptor. Returns 0, or an errno value.
+static int map_memory(const World& all, Mr& mr, int fd, size_t offset) {
+  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  const size_t into = offset % page;
+  mr.mapped_bytes = into + mr.length;
+  const int flags = all.lose_gpu_writes ? MAP_PRIVATE : MAP_SHARED;
+  void* mapped = ::mmap(nullptr, mr.mapped_bytes, PROT_READ | PROT_WRITE, flags, fd,
+                        static_cast<off_t>(offset - into));
+  if (mapped == MAP_FAILED) return errno;
+  mr.mapped = mapped;
+  mr.addr = static_cast<char*>(mapped) + into;
+  return 0;
+}
+
+// The same for an address that may be a GPU's.
+static int map_address(const World& all, Mr& mr) {
+  if (is_readable(mr.addr)) return 0;
+  int fd = -1;
+  size_t offset = 0;
+  if (all.peer_memory == nullptr ||
+      all.peer_memory(reinterpret_cast<uintptr_t>(mr.addr), mr.length, &fd, &offset) != 0) {
+    return EFAULT;
+  }
+  const int error = map_memory(all, mr, fd, offset);
+  ::close(fd);
+  return error;
+}
+
 static ibv::Mr* register_memory(ibv::Pd* pd, void* address, fake_verbs::Registration asked) {
   World& all = world();
   std::unique_lock lock(all.mutex);
@@ -162,6 +197,12 @@ static ibv::Mr* register_memory(ibv::Pd* pd, void* address, fake_verbs::Registra
   mr->pd = pd;
   mr->addr = address;
   mr->length = asked.length;
+  const int error =
+      asked.fd >= 0 ? map_memory(all, *mr, asked.fd, asked.offset) : map_address(all, *mr);
+  if (error != 0) {
+    delete mr;
+    return fail<ibv::Mr>(error);
+  }
   mr->lkey = all.next_key++;
   mr->rkey = all.next_key++;
   mr->iova = asked.iova;
@@ -188,6 +229,7 @@ int ibv_dereg_mr(ibv::Mr* raw) {
   const std::lock_guard lock(all.mutex);
   auto* mr = static_cast<Mr*>(raw);
   all.mrs.erase(mr);
+  if (mr->mapped != nullptr) ::munmap(mr->mapped, mr->mapped_bytes);
   delete mr;
   return 0;
 }

@@ -59,6 +59,7 @@ int post_send(ibv::Qp* raw, ibv::SendWr* wr, ibv::SendWr** bad) {
     }
     ++qp.occupied;
     ++(wr->opcode == ibv::kSend ? all.counts.sends : all.counts.writes);
+    if (wr->opcode == ibv::kSend && !(wr->send_flags & ibv::kInline)) ++all.counts.fetched_sends;
     if (wr->send_flags & ibv::kSignaled) ++all.counts.signalled;
     if (qp.state == ibv::kError) {
       all.complete_send(qp, *wr, ibv::kFlushed);

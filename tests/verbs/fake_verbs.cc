@@ -152,6 +152,24 @@ void hold_registrations(bool hold) {
   all.changed.notify_all();
 }
 
+void lose_gpu_writes(bool lose) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.lose_gpu_writes = lose;
+}
+
+void flip_writes(uint32_t times) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.flips = times;
+}
+
+void set_peer_memory(PeerMemory find) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.peer_memory = find;
+}
+
 void lose_acknowledgements(const std::string& device, bool lose) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
@@ -237,6 +255,18 @@ void fake_verbs_hold_sends(bool hold) { fake_verbs::hold_sends(hold); }
 
 void fake_verbs_hold_registrations(bool hold) { fake_verbs::hold_registrations(hold); }
 
+void fake_verbs_set_max_mr_size(uint64_t bytes) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  for (fake_verbs::Device& facts : all.devices) facts.max_mr_size = bytes;
+}
+
+void fake_verbs_lose_gpu_writes(bool lose) { fake_verbs::lose_gpu_writes(lose); }
+
+void fake_verbs_flip_writes(uint32_t times) { fake_verbs::flip_writes(times); }
+
+void fake_verbs_set_peer_memory(fake_verbs::PeerMemory find) { fake_verbs::set_peer_memory(find); }
+
 void fake_verbs_lose_acknowledgements(const char* device, bool lose) {
   fake_verbs::lose_acknowledgements(device, lose);
 }
@@ -257,6 +287,8 @@ uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port) {
 }
 
 uint64_t fake_verbs_registrations() { return fake_verbs::counts().registrations; }
+
+uint64_t fake_verbs_fetched_sends() { return fake_verbs::counts().fetched_sends; }
 
 uint64_t fake_verbs_violations() { return fake_verbs::counts().violations; }
 

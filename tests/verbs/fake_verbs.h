@@ -1,6 +1,7 @@
 #ifndef KVXFER_TESTS_FAKE_VERBS_H_
 #define KVXFER_TESTS_FAKE_VERBS_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -81,6 +82,15 @@ void hold_registrations(bool hold);
 // sender fails after retry_ms.
 void lose_acknowledgements(const std::string& device, bool lose);
 
+// Registrations of GPU memory from now on look all right, and lead to memory that nobody sees.
+void lose_gpu_writes(bool lose);
+// In each of the next `times` RDMA writes a bit is flipped on its way.
+void flip_writes(uint32_t times);
+// What a peer-memory module knows of an address: a descriptor of what is there, which the caller
+// closes, and where in it. Negative: nothing. Without one only the host's memory can be registered.
+using PeerMemory = int (*)(uintptr_t address, size_t bytes, int* fd, size_t* offset);
+void set_peer_memory(PeerMemory find);
+
 struct Objects {
   int contexts = 0, pds = 0, mrs = 0, channels = 0, cqs = 0, qps = 0;
   int total() const { return contexts + pds + mrs + channels + cqs + qps; }
@@ -89,8 +99,9 @@ Objects objects();
 
 struct Counts {
   uint64_t lists = 0, sends = 0, writes = 0, signalled = 0, inlined = 0, registrations = 0;
-  uint64_t overruns = 0;    // of completion queues
-  uint64_t violations = 0;  // keys, bounds, states: what a correct user never meets
+  uint64_t fetched_sends = 0;  // whose bytes the adapter fetched: not inline
+  uint64_t overruns = 0;       // of completion queues
+  uint64_t violations = 0;     // keys, bounds, states: what a correct user never meets
 };
 Counts counts();
 void clear_counts();
@@ -119,6 +130,10 @@ void fake_verbs_overrun_completion_queues(const char* device);
 void fake_verbs_fail_device(const char* device);
 void fake_verbs_hold_sends(bool hold);
 void fake_verbs_hold_registrations(bool hold);
+void fake_verbs_set_max_mr_size(uint64_t bytes);  // of devices that are opened from now on
+void fake_verbs_lose_gpu_writes(bool lose);
+void fake_verbs_flip_writes(uint32_t times);
+void fake_verbs_set_peer_memory(fake_verbs::PeerMemory find);
 void fake_verbs_lose_acknowledgements(const char* device, bool lose);
 void fake_verbs_fail_calls(const char* function, int error, int skip, int times);
 void fake_verbs_forget_faults();
@@ -126,6 +141,7 @@ uint64_t fake_verbs_bytes_sent(const char* device, uint32_t port);
 uint64_t fake_verbs_violations();
 uint64_t fake_verbs_objects();
 uint64_t fake_verbs_registrations();  // so far
+uint64_t fake_verbs_fetched_sends();  // the same
 // The first `room` remote keys that are valid; returns how many there are.
 uint32_t fake_verbs_remote_keys(uint32_t* keys, uint32_t room);
 }

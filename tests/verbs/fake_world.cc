@@ -55,7 +55,9 @@ void World::forget_faults() {
   faults.clear();
   mute.clear();
   held.clear();
-  hold_completions = hold_sends = hold_registrations = false;
+  hold_completions = hold_sends = hold_registrations = lose_gpu_writes = false;
+  flips = 0;
+  peer_memory = nullptr;
   retry = std::chrono::milliseconds(50);
 }
 
@@ -197,7 +199,7 @@ bool World::step(Qp& qp, Clock::time_point now) {
     to_error(qp, no_receive ? ibv::kRnrRetryExceeded : ibv::kRetryExceeded);
     return true;
   }
-  const auto data = gather(qp, request);
+  auto data = gather(qp, request);
   if (!data) {
     to_error(qp, ibv::kLocalProtectionError);
     return true;
@@ -213,6 +215,10 @@ bool World::step(Qp& qp, Clock::time_point now) {
       if (!mr || !(peer->attr.qp_access_flags & ibv::kRemoteWrite)) {
         to_error(qp, ibv::kRemoteAccessError);
         return true;
+      }
+      if (flips > 0) {
+        --flips;
+        data->back() ^= std::byte{0x10};
       }
       std::memcpy(static_cast<std::byte*>(mr->addr) + (request.wr.remote_addr - mr->iova),
                   data->data(), data->size());

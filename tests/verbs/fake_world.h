@@ -60,6 +60,10 @@ struct Mr : ibv::Mr {
   uint64_t iova = 0;
   unsigned access = 0;
   bool revoked = false;  // peers reach it no more
+  // Of a dma-buf, or what a peer-memory module knows: what it is mapped to, for as long as it is
+  // registered. `addr` is within.
+  void* mapped = nullptr;
+  size_t mapped_bytes = 0;
 };
 
 struct Request {
@@ -124,6 +128,9 @@ class World {
   std::map<uint32_t, Qp*> qps;
   std::vector<std::pair<ibv::Cq*, Completion>> held;
   bool hold_completions = false, hold_sends = false, hold_registrations = false;
+  bool lose_gpu_writes = false;
+  uint32_t flips = 0;  // RDMA writes that are yet to be damaged
+  fake_verbs::PeerMemory peer_memory = nullptr;
   std::set<std::string> mute;  // devices whose sends are not acknowledged
   std::chrono::milliseconds retry{50};
   fake_verbs::Counts counts;

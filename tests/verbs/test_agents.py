@@ -226,7 +226,7 @@ def test_requirements_that_contradict_the_transport(transport: str) -> None:
 
 @pytest.mark.parametrize(
     ("require", "why"),
-    [("gpudirect-rdma", "no memory of a GPU is registered"), ("telepathy", "is not known")],
+    [("gpudirect-rdma", "staged in host memory with path='staged'"), ("telepathy", "is not known")],
 )
 def test_requirements_that_cannot_be_met(require: str, why: str) -> None:
     with pytest.raises(kvxfer.ConfigError, match=why):

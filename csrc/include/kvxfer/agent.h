@@ -57,6 +57,14 @@ enum class Path : uint8_t {
   kDirect,  // wherever it is possible
 };
 
+// How adapters reach caches in GPU memory, for the direct path.
+enum class GpuDirect : uint8_t {
+  kOff,         // not at all: those are staged
+  kAuto,        // by dma-buf, else by peer memory
+  kDmaBuf,      // of the allocation, which the GPU's runtime exports
+  kPeerMemory,  // by its address: a kernel module tells adapters what is there
+};
+
 struct AgentOptions {
   std::string name;
   uint64_t incarnation = 0;  // new at each start
@@ -77,6 +85,9 @@ struct AgentOptions {
   uint64_t peer_bytes = 64u << 20;
   bool digest = true;
   Path path = Path::kStaged;
+  GpuDirect gpu_direct = GpuDirect::kAuto;
+  // Fetches that would be staged are refused, of caches on GPUs.
+  bool gpu_direct_only = false;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
   // Seconds that a GPU has for a chunk, and a stream to get to where an offer is ready.
   double gpu_timeout = 60.0;
@@ -196,6 +207,8 @@ struct FetchSpec {
   // Of a cache on a GPU: nothing is written into the blocks before this stream has done what it was
   // told until now. Null: the default stream.
   void* stream = nullptr;
+  // Fails where it would be staged. For caches on GPUs only.
+  bool gpu_direct_only = false;
 };
 
 // What a consumer does not fetch.

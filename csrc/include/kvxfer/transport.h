@@ -48,13 +48,36 @@ class LinkSink {
   virtual void on_closed(Link& link, const std::string& reason) = 0;
 };
 
+// A piece of memory that is to be registered. `on_gpu`: the host can't read or write there. Then
+// `dmabuf` is a descriptor in which it begins at `offset`, the caller's, not used after the call;
+// negative, adapters have to reach it by its address, which takes a peer-memory module.
+struct DirectSpan {
+  std::span<std::byte> memory;
+  bool on_gpu = false;
+  int dmabuf = -1;
+  uint64_t offset = 0;
+};
+
 // Memory of ours that a link reads from or lets its peer write into, while this lives. It must not
-// be unmapped before. Immutable.
+// be unmapped before. Thread-safe.
 class DirectMemory {
  public:
   virtual ~DirectMemory() = default;
   // What the peer must know to write into it: for authenticated peers only.
   virtual std::vector<std::byte> keys() const = 0;
+
+  // That it is registered with. Each can be told to write into it or to read from it, over a
+  // connection to itself, in which no peer takes part. Both wait, up to `seconds`, for the adapter,
+  // and throw Error(kNoResources). At most kProbeBytes.
+  static constexpr size_t kProbeBytes = 256;
+  virtual size_t adapters() const { return 0; }
+  virtual std::string adapter_name([[maybe_unused]] size_t adapter) const { return {}; }
+  virtual void put([[maybe_unused]] size_t adapter, [[maybe_unused]] std::byte* to,
+                   [[maybe_unused]] std::span<const std::byte> bytes,
+                   [[maybe_unused]] double seconds) const {}
+  virtual void get([[maybe_unused]] size_t adapter, [[maybe_unused]] const std::byte* from,
+                   [[maybe_unused]] std::span<std::byte> bytes,
+                   [[maybe_unused]] double seconds) const {}
 };
 
 // Memory of the peer, as its keys describe it. Immutable.
@@ -116,8 +139,7 @@ class Link {
   // where there is no direct path.
   enum class DirectUse : uint8_t { kSource, kTarget };
   virtual std::shared_ptr<DirectMemory> register_memory(
-      [[maybe_unused]] std::span<const std::span<std::byte>> memory,
-      [[maybe_unused]] DirectUse use) {
+      [[maybe_unused]] std::span<const DirectSpan> memory, [[maybe_unused]] DirectUse use) {
     return nullptr;
   }
   // From what the peer has said, which may be anything. Throws Error(kProtocol).

@@ -84,11 +84,6 @@ class VerbsFabric {
   std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access,
                                                std::shared_ptr<void> owner = nullptr);
 
-  // The same for memory of a GPU: `fd` is a dma-buf in which `memory` begins at `offset`; `memory`
-  // is never dereferenced here. The descriptor stays the caller's.
-  std::shared_ptr<VerbsMemory> register_dmabuf(int fd, uint64_t offset, std::span<std::byte> memory,
-                                               VerbsAccess access);
-
   struct State;
 
  private:

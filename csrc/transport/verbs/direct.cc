@@ -54,6 +54,34 @@ const VerbsMemory* LocalMemory::find(const std::byte* address, uint64_t bytes) c
   return offset < size && bytes <= size - offset ? &part : nullptr;
 }
 
+const VerbsMemory& LocalMemory::part_of(const std::byte* address, uint64_t bytes) const {
+  const VerbsMemory* part = find(address, bytes);
+  if (part == nullptr) throw Error(StatusCode::kInvalid, "bytes that are not registered");
+  return *part;
+}
+
+void LocalMemory::put(size_t adapter, std::byte* to, std::span<const std::byte> bytes,
+                      double seconds) const {
+  const VerbsMemory& part = part_of(to, bytes.size());
+  while (!bytes.empty()) {
+    const auto now = bytes.first(std::min<uint64_t>(bytes.size(), part.piece_left(to)));
+    loopbacks_->put(adapter, part.remote_address(to), part.rkey(adapter, to), now, seconds);
+    bytes = bytes.subspan(now.size());
+    to += now.size();
+  }
+}
+
+void LocalMemory::get(size_t adapter, const std::byte* from, std::span<std::byte> bytes,
+                      double seconds) const {
+  const VerbsMemory& part = part_of(from, bytes.size());
+  while (!bytes.empty()) {
+    const auto now = bytes.first(std::min<uint64_t>(bytes.size(), part.piece_left(from)));
+    loopbacks_->get(adapter, part.remote_address(from), part.lkey(adapter, from), now, seconds);
+    bytes = bytes.subspan(now.size());
+    from += now.size();
+  }
+}
+
 Target::Target(const EndpointAddress& address)
     : base_(address.arena_base), piece_bytes_(address.piece_bytes) {
   if (address.arena_bytes > 0) regions_.push_back({0, address.arena_bytes, 0});

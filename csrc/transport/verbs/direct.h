@@ -9,6 +9,7 @@
 
 #include "kvxfer/transport.h"
 #include "transport/verbs/address.h"
+#include "transport/verbs/loopback.h"
 #include "transport/verbs/memory.h"
 
 namespace kvxfer::ibv {
@@ -17,18 +18,29 @@ namespace kvxfer::ibv {
 class LocalMemory final : public DirectMemory {
  public:
   // `rails`: those of the fabric, in the order in which the peer knows them.
-  LocalMemory(std::vector<std::shared_ptr<VerbsMemory>> parts, const std::vector<Rail>& rails)
-      : parts_(std::move(parts)) {
+  LocalMemory(std::vector<std::shared_ptr<VerbsMemory>> parts, const std::vector<Rail>& rails,
+              std::shared_ptr<Loopbacks> loopbacks)
+      : parts_(std::move(parts)), loopbacks_(std::move(loopbacks)) {
     for (const Rail& rail : rails) nic_of_rail_.push_back(rail.nic_index);
   }
 
   std::vector<std::byte> keys() const override;
 
+  size_t adapters() const override { return loopbacks_->adapters(); }
+  std::string adapter_name(size_t adapter) const override { return loopbacks_->name(adapter); }
+  void put(size_t adapter, std::byte* to, std::span<const std::byte> bytes,
+           double seconds) const override;
+  void get(size_t adapter, const std::byte* from, std::span<std::byte> bytes,
+           double seconds) const override;
+
   // The registration that holds all of it, or null.
   const VerbsMemory* find(const std::byte* address, uint64_t bytes) const;
 
  private:
+  const VerbsMemory& part_of(const std::byte* address, uint64_t bytes) const;
+
   const std::vector<std::shared_ptr<VerbsMemory>> parts_;
+  const std::shared_ptr<Loopbacks> loopbacks_;
   std::vector<size_t> nic_of_rail_;
 };
 

@@ -60,6 +60,7 @@ VerbsFabric::State::State(std::shared_ptr<EventLoop> control_loop, const VerbsOp
   nics = std::move(opened.nics);
   rails = std::move(opened.rails);
   nearness = std::move(opened.nearness);
+  loopbacks = std::make_shared<ibv::Loopbacks>(rails, nics.size(), options);
 }
 
 VerbsFabric::State::~State() {
@@ -103,12 +104,11 @@ void VerbsFabric::State::on_async_event(size_t nic_index) {
 }
 
 std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::byte> memory,
-                                                                 VerbsAccess access, int dmabuf_fd,
-                                                                 uint64_t dmabuf_offset,
+                                                                 VerbsAccess access,
                                                                  std::shared_ptr<void> owner) {
   if (memory.empty()) throw Error(StatusCode::kInvalid, "verbs: there is no memory to register");
-  auto registered = std::make_shared<VerbsMemory>(nics, memory, access, options.relaxed_ordering,
-                                                  dmabuf_fd, dmabuf_offset, std::move(owner));
+  auto registered = std::make_shared<VerbsMemory>(nics, DirectSpan{memory}, access,
+                                                  options.relaxed_ordering, std::move(owner));
   const std::lock_guard lock(mutex_);
   std::erase_if(memories_, [](const auto& entry) { return entry.second.expired(); });
   memories_[memory.data()] = registered;
@@ -117,16 +117,16 @@ std::shared_ptr<VerbsMemory> VerbsFabric::State::register_memory(std::span<std::
 
 // None of these is found again by its address: memory that is freed and mapped anew is another.
 std::shared_ptr<ibv::LocalMemory> VerbsFabric::State::register_direct(
-    std::span<const std::span<std::byte>> memory, Link::DirectUse use) const {
+    std::span<const DirectSpan> memory, Link::DirectUse use) const {
   const auto access = use == Link::DirectUse::kTarget ? VerbsAccess::kArena : VerbsAccess::kSource;
   // Keys of one peer work on the queue pairs of all: addresses must not be easy to guess.
   const uint64_t shift = use == Link::DirectUse::kTarget ? draw_shift() : 0;
   std::vector<std::shared_ptr<VerbsMemory>> parts;
-  for (const std::span<std::byte> part : memory) {
-    parts.push_back(std::make_shared<VerbsMemory>(nics, part, access, options.relaxed_ordering, -1,
-                                                  0, nullptr, shift));
+  for (const DirectSpan& part : memory) {
+    parts.push_back(std::make_shared<VerbsMemory>(nics, part, access, options.relaxed_ordering,
+                                                  nullptr, shift));
   }
-  return std::make_shared<ibv::LocalMemory>(std::move(parts), rails);
+  return std::make_shared<ibv::LocalMemory>(std::move(parts), rails, loopbacks);
 }
 
 std::shared_ptr<VerbsMemory> VerbsFabric::State::memory_of(std::span<const std::byte> source) {
@@ -139,8 +139,8 @@ std::shared_ptr<VerbsMemory> VerbsFabric::State::memory_of(std::span<const std::
     }
   }
   const std::span<std::byte> bytes(const_cast<std::byte*>(source.data()), source.size());
-  return std::make_shared<VerbsMemory>(nics, bytes, VerbsAccess::kSource, options.relaxed_ordering,
-                                       -1, 0, nullptr);
+  return std::make_shared<VerbsMemory>(nics, DirectSpan{bytes}, VerbsAccess::kSource,
+                                       options.relaxed_ordering, nullptr);
 }
 
 void VerbsFabric::State::add(const std::shared_ptr<ibv::Listener>& listener) {
@@ -165,14 +165,7 @@ std::vector<VerbsRail> list_verbs_rails(const VerbsOptions& options) {
 std::shared_ptr<VerbsMemory> VerbsFabric::register_memory(std::span<std::byte> memory,
                                                           VerbsAccess access,
                                                           std::shared_ptr<void> owner) {
-  return state_->register_memory(memory, access, -1, 0, std::move(owner));
-}
-
-std::shared_ptr<VerbsMemory> VerbsFabric::register_dmabuf(int fd, uint64_t offset,
-                                                          std::span<std::byte> memory,
-                                                          VerbsAccess access) {
-  if (fd < 0) throw Error(StatusCode::kInvalid, "verbs: there is no dma-buf to register");
-  return state_->register_memory(memory, access, fd, offset, nullptr);
+  return state_->register_memory(memory, access, std::move(owner));
 }
 
 VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena)

@@ -43,10 +43,9 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
   void watch();
 
   std::shared_ptr<VerbsMemory> register_memory(std::span<std::byte> memory, VerbsAccess access,
-                                               int dmabuf_fd, uint64_t dmabuf_offset,
                                                std::shared_ptr<void> owner);
   // Memory of a cache, for the direct path.
-  std::shared_ptr<ibv::LocalMemory> register_direct(std::span<const std::span<std::byte>> memory,
+  std::shared_ptr<ibv::LocalMemory> register_direct(std::span<const DirectSpan> memory,
                                                     Link::DirectUse use) const;
   // What `source` lies in, or, where nothing registered holds it, a registration of its own.
   std::shared_ptr<VerbsMemory> memory_of(std::span<const std::byte> source);
@@ -57,6 +56,7 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
   const VerbsOptions options;
   std::vector<std::shared_ptr<ibv::Nic>> nics;
   std::vector<ibv::Rail> rails;
+  std::shared_ptr<ibv::Loopbacks> loopbacks;
   std::string nearness;  // to what they were chosen: " nearest to ...", or nothing
 
  private:

@@ -16,18 +16,18 @@ namespace kvxfer {
 // one registration may cover. Immutable.
 class VerbsMemory {
  public:
-  // Throws Error(kNoResources). `dmabuf_fd` negative: memory of the host. `owner` is let go of when
-  // the adapters can't reach the memory any more. `shift`, of what is never sent from: peers have
-  // it at so much higher addresses; a multiple of the largest page that is to be made use of.
-  VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, std::span<std::byte> memory,
-              VerbsAccess access, bool relaxed_ordering, int dmabuf_fd, uint64_t dmabuf_offset,
-              std::shared_ptr<void> owner, uint64_t shift = 0);
+  // Throws Error(kNoResources). `owner` is let go of when the adapters can't reach the memory any
+  // more. `shift`: adapters and peers have it at so much higher addresses; a multiple of the
+  // largest page that is to be made use of.
+  VerbsMemory(std::vector<std::shared_ptr<ibv::Nic>> nics, const DirectSpan& span,
+              VerbsAccess access, bool relaxed_ordering, std::shared_ptr<void> owner,
+              uint64_t shift = 0);
 
   VerbsMemory(const VerbsMemory&) = delete;
   VerbsMemory& operator=(const VerbsMemory&) = delete;
 
   std::span<std::byte> memory() const { return memory_; }
-  // Where peers have it.
+  // Where adapters have it, and peers.
   uint64_t remote_address() const { return reinterpret_cast<uint64_t>(memory_.data()) + shift_; }
   uint64_t piece_bytes() const { return piece_bytes_; }
   bool holds(std::span<const std::byte> part) const {
@@ -38,6 +38,13 @@ class VerbsMemory {
   uint32_t lkey(size_t nic, const std::byte* address) const {
     const auto piece = static_cast<uint64_t>(address - memory_.data()) / piece_bytes_;
     return mrs_[nic][piece]->lkey;
+  }
+  uint32_t rkey(size_t nic, const std::byte* address) const {
+    const auto piece = static_cast<uint64_t>(address - memory_.data()) / piece_bytes_;
+    return mrs_[nic][piece]->rkey;
+  }
+  uint64_t remote_address(const std::byte* address) const {
+    return reinterpret_cast<uint64_t>(address) + shift_;
   }
   // Bytes from `address` to the end of its piece.
   uint64_t piece_left(const std::byte* address) const {

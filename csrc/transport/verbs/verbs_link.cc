@@ -85,7 +85,8 @@ void VerbsLink::write(std::span<const std::byte> source, uint64_t offset,
   if (problem.empty() && !source.empty() && !closing()) {
     try {
       write->from = std::make_shared<ibv::LocalMemory>(
-          std::vector<std::shared_ptr<VerbsMemory>>{fabric_->memory_of(source)}, fabric_->rails);
+          std::vector<std::shared_ptr<VerbsMemory>>{fabric_->memory_of(source)}, fabric_->rails,
+          fabric_->loopbacks);
     } catch (const Error& error) {
       problem = error.what();
     }
@@ -120,8 +121,8 @@ void VerbsLink::write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<Di
   put(std::move(write), pieces, size, problem);
 }
 
-std::shared_ptr<DirectMemory> VerbsLink::register_memory(
-    std::span<const std::span<std::byte>> memory, DirectUse use) {
+std::shared_ptr<DirectMemory> VerbsLink::register_memory(std::span<const DirectSpan> memory,
+                                                         DirectUse use) {
   return fabric_->register_direct(memory, use);
 }
 

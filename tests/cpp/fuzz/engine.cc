@@ -32,8 +32,7 @@ class FakeLink : public Link {
     sink_->on_written(*this, token, true);
   }
   bool direct() const override { return direct_; }
-  std::shared_ptr<DirectMemory> register_memory(std::span<const std::span<std::byte>>,
-                                                DirectUse) override {
+  std::shared_ptr<DirectMemory> register_memory(std::span<const DirectSpan>, DirectUse) override {
     struct Memory : DirectMemory {
       std::vector<std::byte> keys() const override { return {}; }
     };

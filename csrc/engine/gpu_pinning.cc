@@ -1,0 +1,220 @@
+// Caches in GPU memory that adapters reach: how they are registered, and whether that works.
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "engine/core.h"
+#include "pack/gpu_lane.h"
+
+namespace kvxfer {
+namespace {
+
+// Of scratch memory that a registration is tried on, and the part of it that is registered: a part
+// that begins and ends within pages, and has the end of a large page in it, as a tensor's has that
+// an allocator cut out of a larger piece. A registration that forgets the offset fails there.
+constexpr size_t kScratch = 5u << 20, kBegin = (2u << 20) - 12'848, kBytes = (2u << 20) + 30'000;
+constexpr double kTrySeconds = 5, kProbeSeconds = 2, kReadBackSeconds = 1;
+
+const char* name_of(GpuDirect way) {
+  return way == GpuDirect::kDmaBuf ? "by dma-buf" : "by peer memory";
+}
+
+// Descriptors of the allocations that spans lie in, until they are registered.
+class Exports {
+ public:
+  Exports(GpuRuntime& runtime, GpuDirect way) : runtime_(runtime), way_(way) {}
+
+  // Throws where that is not one allocation of a device: managed memory moves.
+  DirectSpan add(std::span<std::byte> memory) {
+    const auto found = runtime_.find_memory(memory.data());
+    if (!found || found->kind != GpuMemory::Kind::kDevice) {
+      throw Error(StatusCode::kNoResources,
+                  !found ? "memory of the cache was freed"
+                         : "the memory is managed, or the host's: adapters reach only what stays "
+                           "on a device");
+    }
+    const uint64_t before = reinterpret_cast<uintptr_t>(memory.data()) - found->base;
+    if (memory.size() > found->bytes - before) {
+      throw Error(StatusCode::kNoResources,
+                  "an array of the cache reaches over the end of an allocation of " +
+                      std::to_string(found->bytes) +
+                      " bytes: let the allocator make it in one (torch: without "
+                      "expandable_segments)");
+    }
+    if (way_ == GpuDirect::kPeerMemory) return {memory, true};
+    auto known = dmabufs_.find(found->base);
+    if (known == dmabufs_.end()) {
+      known =
+          dmabufs_.emplace(found->base, runtime_.export_dmabuf(found->base, found->bytes)).first;
+    }
+    return {memory, true, known->second.fd.get(), known->second.offset + before};
+  }
+
+ private:
+  GpuRuntime& runtime_;
+  const GpuDirect way_;
+  std::map<uint64_t, DmaBuf> dmabufs_;  // by the base of their allocations
+};
+
+std::shared_ptr<DirectMemory> register_spans(GpuRuntime& runtime, GpuDirect way, Link& link,
+                                             std::span<const std::span<std::byte>> memory,
+                                             Link::DirectUse use) {
+  Exports exports(runtime, way);
+  std::vector<DirectSpan> spans;
+  for (const auto& part : memory) spans.push_back(exports.add(part));
+  auto made = link.register_memory(spans, use);
+  if (!made)
+    throw Error(StatusCode::kNoResources, std::string(link.transport()) + " registers none");
+  return made;
+}
+
+// A registration that is worse than none.
+struct WrongBytes : Error {
+  explicit WrongBytes(const std::string& what)
+      : Error(StatusCode::kNoResources, what + ": GPUDirect is off for this device and way") {}
+};
+
+std::byte pattern(size_t adapter, size_t i) {
+  return static_cast<std::byte>((i * 167 + adapter * 59 + (i >> 8) * 13 + 1) & 0xff);
+}
+
+void read_back(const DirectMemory& memory, const std::byte* from) {
+  std::array<std::byte, 8> bytes;
+  for (size_t i = 0; i < memory.adapters(); ++i) memory.get(i, from, bytes, kReadBackSeconds);
+}
+
+// Where in the registered part adapters write or read: at its ends, and across the large page's.
+std::array<size_t, 3> places() {
+  constexpr size_t kProbe = DirectMemory::kProbeBytes;
+  return {0, (2u << 20) - kBegin - kProbe / 2, kBytes - kProbe};
+}
+
+// Has an adapter write at those places, and compares all of the scratch memory with what it should
+// be then.
+void try_writes(GpuRuntime& runtime, int device, const DirectMemory& memory, size_t adapter,
+                std::vector<std::byte>& expected, GpuLane& lane) {
+  auto* const scratch = reinterpret_cast<std::byte*>(lane.slot());
+  for (const size_t place : places()) {
+    const auto bytes = std::span(expected).subspan(kBegin + place, DirectMemory::kProbeBytes);
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern(adapter, place + i);
+    memory.put(adapter, scratch + kBegin + place, bytes, kProbeSeconds);
+  }
+  runtime.settle_writes(device, [&] { read_back(memory, scratch + kBegin); });
+  runtime.copy(lane.host_slot(), scratch, kScratch, lane.stream());
+  lane.finish();
+  const auto wrong =
+      std::mismatch(expected.begin(), expected.end(), lane.host_slot()).first - expected.begin();
+  if (static_cast<size_t>(wrong) == kScratch) return;
+  throw WrongBytes("what RDMA device '" + memory.adapter_name(adapter) +
+                   "' wrote into scratch memory is not there, or elsewhere: byte " +
+                   std::to_string(wrong) + " of " + std::to_string(kScratch) + " is wrong");
+}
+
+void try_reads(const DirectMemory& memory, size_t adapter, const std::vector<std::byte>& expected,
+               const std::byte* scratch) {
+  for (const size_t place : places()) {
+    std::array<std::byte, DirectMemory::kProbeBytes> got = {};
+    memory.get(adapter, scratch + kBegin + place, got, kProbeSeconds);
+    if (!std::equal(got.begin(), got.end(), &expected[kBegin + place])) {
+      throw WrongBytes("RDMA device '" + memory.adapter_name(adapter) +
+                       "' read other bytes of scratch memory than are there");
+    }
+  }
+}
+
+// Fills the lane's scratch memory, and has each adapter write into it or read from it. Throws with
+// what is wrong.
+void exercise(GpuRuntime& runtime, int device, GpuDirect way, Link& link, Link::DirectUse use,
+              GpuLane& lane) {
+  auto* const scratch = reinterpret_cast<std::byte*>(lane.slot());
+  std::vector<std::byte> expected(kScratch);
+  for (size_t i = 0; i < kScratch; ++i) expected[i] = pattern(99, i);
+  std::memcpy(lane.host_slot(), expected.data(), kScratch);
+  runtime.copy(scratch, lane.host_slot(), kScratch, lane.stream());
+  lane.finish();
+  const std::array<std::span<std::byte>, 1> part = {{{scratch + kBegin, kBytes}}};
+  const auto memory = register_spans(runtime, way, link, part, use);
+  for (size_t adapter = 0; adapter < memory->adapters(); ++adapter) {
+    if (use == Link::DirectUse::kTarget) {
+      try_writes(runtime, device, *memory, adapter, expected, lane);
+    } else {
+      try_reads(*memory, adapter, expected, scratch);
+    }
+  }
+}
+
+// Whether a way works on this device, tried until it is known. Throws with what is wrong.
+void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& link,
+             Link::DirectUse use) {
+  GpuDevice& gpu = *cache.gpu;
+  const auto key = std::pair(way, use);
+  if (const auto known = gpu.tried.find(key); known != gpu.tried.end()) {
+    if (known->second.empty()) return;
+    throw Error(StatusCode::kNoResources, known->second);
+  }
+  GpuRuntime& runtime = *gpu.runtime;
+  const CurrentDevice current(runtime, cache.place->device);
+  const std::atomic<bool> never = false;
+  auto lane = std::make_unique<GpuLane>(
+      runtime, kScratch, to_duration(std::min(core.options.gpu_timeout, kTrySeconds)), never);
+  try {
+    exercise(runtime, cache.place->device, way, link, use, *lane);
+    gpu.tried[key] = "";
+  } catch (const Error& error) {
+    if (dynamic_cast<const WrongBytes*>(&error)) gpu.tried[key] = error.what();
+    try {  // what was told to the device may still run
+      if (!lane->stuck()) lane->finish();
+    } catch (const Error&) {
+      lane->abandon();
+    }
+    if (lane->stuck()) {
+      gpu.tried[key] = error.what();
+      static_cast<void>(lane.release());  // freeing it would wait for the device
+    }
+    throw;
+  }
+}
+
+}  // namespace
+
+Registered register_gpu(const AgentCore& core, Cache& cache, Link& link, Link::DirectUse use) {
+  const GpuDirect asked = core.options.gpu_direct;
+  std::string problems;
+  for (const GpuDirect way : {GpuDirect::kDmaBuf, GpuDirect::kPeerMemory}) {
+    if (asked != GpuDirect::kAuto && asked != way) continue;
+    try {
+      check_allocations(*cache.place);
+      try_way(core, cache, way, link, use);
+      const CurrentDevice current(*cache.gpu->runtime, cache.place->device);
+      return {register_spans(*cache.gpu->runtime, way, link, cache.memory, use),
+              {},
+              false,
+              name_of(way)};
+    } catch (const Error& error) {
+      problems += (problems.empty() ? "" : "; ") + std::string(name_of(way)) + ": " + error.what();
+    }
+  }
+  throw Error(StatusCode::kNoResources, problems);
+}
+
+void settle_writes(const AgentCore& core, const Part& part) {
+  const Cache& cache = *part.fetch->cache;
+  GpuRuntime& runtime = *cache.gpu->runtime;
+  const CurrentDevice current(runtime, cache.place->device);
+  runtime.settle_writes(cache.place->device, [&] {
+    const auto memory = part.target.lock();
+    if (!memory) throw Error(StatusCode::kPeerLost, "the cache is registered no more");
+    try {
+      read_back(*memory, cache.memory.front().data());
+    } catch (const Error&) {
+      // Such as of an adapter whose port is down now. A digest tells whether the bytes are there.
+      if (!core.options.digest) throw;
+    }
+  });
+}
+
+}  // namespace kvxfer
