@@ -528,7 +528,8 @@ class Agent:
 
         About a second at worst. After direct fetches three, and the time that the system needs to
         unpin the caches; where a GPU is writing into blocks, or into another process's memory,
-        until it is done or has had `gpu_timeout`. On return no memory of any cache is read or written any more.
+        until it is done or has had `gpu_timeout`. On return no memory of any cache is read or
+        written any more.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
