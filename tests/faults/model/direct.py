@@ -230,10 +230,10 @@ def _send(s: State) -> State:
 def _land(s: State, packet: Packet, without: str) -> State:
     if not s.ends[1] or (packet.fetch and s.landed == packet.rail):
         return s
-    if packet.key != s.registered:
-        if without == "keys":
-            return s._replace(wrong="memory was written that is not registered any more")
+    if packet.key != s.registered and without != "keys":
         return s._replace(broken=True, up=(), down=())
+    if not s.registered:
+        return s._replace(wrong="memory was written that is not registered any more")
     if packet.fetch == 0:
         return s._replace(target=BAD)
     if packet.fetch != s.fetch:
