@@ -8,11 +8,13 @@ namespace kvxfer {
 namespace {
 
 // Throws Error(kProtocol) when a slot is not in the consumer's arena.
-void check_slots(const Peer& peer, uint32_t chunk_bytes, std::span<const uint32_t> slots) {
+void check_slots(const Peer& peer, std::span<const uint32_t> slots) {
   const auto mapped = peer.link->mapped_arena();
+  if (mapped.empty()) return;
+  // Whole ones: the consumer's GPU memory has no more.
+  const uint64_t whole = mapped.size() / peer.slot_bytes;
   for (uint32_t slot : slots) {
-    const uint64_t end = static_cast<uint64_t>(slot) * peer.slot_bytes + chunk_bytes;
-    if (!mapped.empty() && end > mapped.size()) {
+    if (slot >= whole) {
       throw Error(StatusCode::kProtocol,
                   "slot " + std::to_string(slot) + " lies outside the arena");
     }
@@ -115,7 +117,7 @@ void handle_fetch(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::Fetc
     throw Error(StatusCode::kProtocol,
                 "FETCH wants chunks of " + std::to_string(request.chunk_bytes) + " bytes");
   }
-  check_slots(*peer, request.chunk_bytes, request.slots);
+  check_slots(*peer, request.slots);
   auto serve = std::make_shared<Serve>();
   serve->peer = peer;
   serve->request = std::move(request);
@@ -219,7 +221,7 @@ void handle_credit(AgentCore& core, Peer& peer, const wire::Credit& credit) {
   const auto found = peer.serves.find(credit.fetch_id);
   if (found == peer.serves.end() || found->second->ended) return;
   const auto& serve = found->second;
-  check_slots(peer, serve->request.chunk_bytes, credit.slots);
+  check_slots(peer, credit.slots);
   if (!serve->plan || serve->credits.size() + credit.slots.size() > serve->plan->num_chunks()) {
     throw Error(StatusCode::kProtocol, "CREDIT before ACCEPT, or for more slots than chunks");
   }

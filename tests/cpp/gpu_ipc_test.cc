@@ -22,8 +22,8 @@ constexpr uint32_t kSlot = 64u << 10, kSlots = 4;
 // An agent whose peer shares the host, or so it seems.
 struct Side {
   explicit Side(bool inbound, bool on = true, const std::string& problem = "",
-                uint32_t bits = wire::kGpuIpcBit)
-      : link(std::make_shared<FakeLink>(/*one_sided=*/!inbound, inbound ? kSlots * kSlot : 0)) {
+                uint32_t bits = wire::kGpuIpcBit, size_t mapped = kSlots * kSlot)
+      : link(std::make_shared<FakeLink>(/*one_sided=*/!inbound, inbound ? mapped : 0)) {
     AgentOptions options = options_of("here", 1, kSlots);
     options.gpu_ipc = on;
     options.heartbeat_timeout = 1000;
@@ -160,6 +160,33 @@ TEST_SUITE("memory of GPUs between processes") {
     CHECK(side.link->let_go == 0);
     side.end();
     CHECK(eventually([&] { return side.link->let_go == 1; }));
+  }
+
+  TEST_CASE("a slot that is not whole is in no arena, of the host's memory or a GPU's") {
+    for (const size_t mapped : {kSlot - 1u, kSlot, 2 * kSlot - 1, 2 * kSlot}) {
+      const uint32_t whole = static_cast<uint32_t>(mapped) / kSlot;
+      for (const uint32_t slot : {0u, 1u, 2u}) {
+        for (const bool credit : {false, true}) {
+          CAPTURE(mapped);
+          CAPTURE(slot);
+          Side side(/*inbound=*/true, true, "", wire::kGpuIpcBit, mapped);
+          side.memory.fill(1);
+          announce(side);
+          const Offer offer = side.agent->offer(
+              {"request-1", generation_of(1), side.cache, {{3, 1, 7, 4}, 0, 0}, 64, 30, 1, true});
+          wire::GpuArena arena = arena_of(3);
+          arena.bytes = whole * kSlot + 32;
+          side.link->say(arena.encode());
+          auto message = request(1);
+          message.fetch.chunk_bytes = kSlot - 256;
+          message.fetch.slots = {slot};
+          if (credit) message.fetch.slots.clear();
+          side.link->say(message.encode());
+          if (credit) side.link->say(wire::Credit{1, {slot}}.encode());
+          CHECK(side.dropped_for("lies outside the arena") == (slot >= whole));
+        }
+      }
+    }
   }
 
   TEST_CASE("what was not asked or agreed ends the link") {
