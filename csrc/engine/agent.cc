@@ -217,30 +217,33 @@ void Agent::close() {
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   if (core.registrar) core.registrar->stop();
-  Guard guard(core);
-  // Without these, adapters that have not let go reach no cache of ours.
-  for (const auto& [id, peer] : core.peers) {
-    take_registered(*peer, std::nullopt);
-    abandon_exposed(*peer);
-  }
-  for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
-    if (core.slots[slot].fenced) free_slot(core, slot);
-  }
-  core.peers.clear();
-  core.hungry.clear();
-  core.serve_queue.clear();
-  // Of links whose loops have stopped before they could say so. What an adapter may yet send of
-  // these blocks stays registered until then, and is of no offer any more.
-  for (const auto& [token, write] : std::exchange(core.writing, {})) {
-    if (!write.staging_slot) {
-      --write.serve->offer->reading;
-      release_if_unread(core, *write.serve->offer);
+  {
+    Guard guard(core);
+    // Without these, adapters that have not let go reach no cache of ours.
+    for (const auto& [id, peer] : core.peers) {
+      take_registered(*peer, std::nullopt);
+      abandon_exposed(*peer);
     }
-    land_flight(core, write.serve);
+    for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
+      if (core.slots[slot].fenced) free_slot(core, slot);
+    }
+    core.peers.clear();
+    core.hungry.clear();
+    core.serve_queue.clear();
+    // Of links whose loops have stopped before they could say so. What an adapter may yet send of
+    // these blocks stays registered until then, and is of no offer any more.
+    for (const auto& [token, write] : std::exchange(core.writing, {})) {
+      if (!write.staging_slot) {
+        --write.serve->offer->reading;
+        release_if_unread(core, *write.serve->offer);
+      }
+      land_flight(core, write.serve);
+    }
+    core.staging.reset();
+    core.arena.reset();
+    core.slots.clear();
   }
-  core.staging.reset();
-  core.arena.reset();
-  core.slots.clear();
+  core.gpus.free_rest();
 }
 
 }  // namespace kvxfer

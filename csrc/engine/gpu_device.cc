@@ -135,10 +135,22 @@ void GpuDevices::close() {
   }
   for (const auto& [key, device] : devices_) {
     if (device->arena_ && device->packer->given_up()) device->arena_->abandon();
-    device->arena_.reset();
+    if (device->arena_) leave_for_the_rest(std::move(device->arena_));
     device->packer.reset();
   }
   devices_.clear();
+}
+
+void GpuDevices::leave_for_the_rest(std::shared_ptr<void> what) {
+  const std::lock_guard lock(rest_mutex_);
+  if (!rest_freed_) rest_.push_back(std::move(what));
+}
+
+void GpuDevices::free_rest() {
+  std::vector<std::shared_ptr<void>> rest;
+  const std::lock_guard lock(rest_mutex_);
+  rest_freed_ = true;
+  rest.swap(rest_);
 }
 
 std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {

@@ -60,15 +60,23 @@ class GpuDevices {
   std::shared_ptr<GpuDevice> get(const GpuPlace& place, const AgentOptions& options);
   // Packs that are under way end within about a second.
   void hurry();
-  // Runs what is queued to the end, then gives back the devices' memory. No job may use a packer
-  // afterwards. Idempotent.
+  // Runs what is queued to the end, then gives back the devices' memory, but for what peers may
+  // yet write into. No job may use a packer afterwards. Idempotent.
   void close();
+  // After close(): drops something when free_rest() is called, or at once after that. For what
+  // takes the device's time.
+  void leave_for_the_rest(std::shared_ptr<void> what);
+  // Frees the rest. Not with a lock held. Idempotent.
+  void free_rest();
 
  private:
   std::mutex making_;  // before the other, which close() must not wait for
   std::mutex mutex_;
   bool closed_ = false;
   std::map<std::pair<GpuVendor, int>, std::shared_ptr<GpuDevice>> devices_;
+  std::mutex rest_mutex_;
+  bool rest_freed_ = false;
+  std::vector<std::shared_ptr<void>> rest_;
 };
 
 // Chunks that are under way on one device at once: some are copied while others are packed.

@@ -22,6 +22,10 @@ Exposed prepare(const AgentCore& core, GpuDevice& device) {
 
 // Runs on a thread of the device's, without the mutex.
 void start_waiting(AgentCore& core, Peer& peer, const std::shared_ptr<GpuDevice>& device) {
+  {
+    const Guard guard(core);
+    if (peer.state == Peer::kClosing) return;
+  }
   Exposed made = prepare(core, *device);
   Guard guard(core);
   const auto entry = peer.exposed.find(device.get());
@@ -77,7 +81,7 @@ void expose_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
 
 void abandon_exposed(Peer& peer) {
   for (const auto& [device, exposed] : peer.exposed) {
-    if (exposed.arena) exposed.arena->abandon();
+    if (exposed.arena && exposed.told) exposed.arena->abandon();
   }
 }
 

@@ -80,29 +80,35 @@ void serve_waiting(AgentCore& core, Peer& peer, const std::shared_ptr<GpuDevice>
 }
 
 // The consumer sees the link's end when nothing of its memory is open.
-struct LetGo {
-  std::shared_ptr<Link> link;
-  std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported;
-
-  ~LetGo() {
-    imported.clear();
-    link->let_go_of_gpus();
+class LetGo {
+ public:
+  LetGo(std::shared_ptr<Link> link, std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported)
+      : link_(std::move(link)), imported_(std::move(imported)) {}
+  ~LetGo() { run(); }
+  // Takes the devices' time, the first time.
+  void run() {
+    imported_.clear();
+    if (const auto link = std::exchange(link_, nullptr)) link->let_go_of_gpus();
   }
+
+ private:
+  std::shared_ptr<Link> link_;
+  std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported_;
 };
 
 }  // namespace
 
 Peer::~Peer() {
-  // Said also where nothing was opened: a GPU_ARENA may be on its way, unread.
-  if (!inbound || !link || !allows_gpu_ipc(*core, *this)) return;
-  if (fork_generation() != core->fork_generation) return;
-  const auto device = imported.empty() ? nullptr : imported.begin()->second.device;
+  if (!inbound || !link || fork_generation() != core->fork_generation) return;
   try {
-    auto held = std::make_shared<LetGo>();
-    held->link = std::move(link);
-    held->imported = std::move(imported);
-    // Where the pool has stopped that is done here.
-    if (device) device->pool->submit([held = std::move(held)] {});
+    // Said also where nothing was opened: a GPU_ARENA may be on its way, unread.
+    if (!allows_gpu_ipc(*core, *this)) return;
+    const auto device = imported.empty() ? nullptr : imported.begin()->second.device;
+    const auto held = std::make_shared<LetGo>(std::move(link), std::move(imported));
+    // Perhaps with the mutex held, and on the progress thread.
+    if (device && !device->pool->submit([held] { held->run(); })) {
+      core->gpus.leave_for_the_rest(held);
+    }
   } catch (const std::bad_alloc&) {
     // Then the consumer waits for the end of this process.
   }

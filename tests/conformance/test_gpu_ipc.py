@@ -379,6 +379,50 @@ def test_slots_stay_taken_while_a_device_that_hangs_may_write_there(gpus: Gpus) 
         assert all_slots_free(decode)
 
 
+def test_memory_is_not_freed_on_the_progress_thread(gpus: Gpus) -> None:
+    """A peer lets go while close() is at work on the GPUs, and is the last to hold their memory."""
+    before = gpus.open_handles()
+    with Child() as child:
+        slow = Prefill(child)
+        target = GpuPaged(OTHER, 1)
+        with consumer("shm") as decode:
+            decode.register(target.cache)
+            assert fetched(decode, slow, target).path == "gpu-ipc"
+            child.stop()
+            with gpus.stalled("cuModuleUnload"):
+                unloads = gpus.calls("cuModuleUnload")
+                closing = threading.Thread(target=decode.close)
+                closing.start()
+                until(lambda: gpus.calls("cuModuleUnload") > unloads)
+                frees = gpus.calls("cuMemFree")
+                child.resume()
+                until(lambda: decode.stats.peers == 0)
+                assert gpus.calls("cuMemFree") == frees
+            closing.join(LONG)
+        target.free()
+    assert gpus.open_handles() == before
+
+
+def test_memory_that_nobody_was_told_of_is_freed_at_the_end(gpus: Gpus) -> None:
+    """It is ready when the producer, which is stopped then, is to be told no more."""
+    before = gpus.open_handles()
+    with Child() as child:
+        stopped = Prefill(child)
+        target = GpuPaged(OTHER, 1)
+        with consumer("shm") as decode:
+            decode.register(target.cache)
+            ticket = stopped.offer()
+            with gpus.stalled("cuIpcGetMemHandle"):
+                exports = gpus.calls("cuIpcGetMemHandle")
+                fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+                until(lambda: gpus.calls("cuIpcGetMemHandle") > exports)
+                child.stop()
+                fetch.cancel()
+        target.free()
+        assert gpus.open_handles() == before
+        child.resume()
+
+
 def test_a_consumer_that_is_killed(gpus: Gpus) -> None:
     with producer("shm") as near, on_gpu(near, SIDE, 0) as source:
         before = gpus.open_handles()
