@@ -11,7 +11,8 @@ namespace kvxfer {
 
 // An allocation of another process on this host, for kernels of one device here. It is opened once
 // for all who want it: CUDA up to 10 and some of HIP's versions refuse the second time. Closed with
-// this object, which takes the device's time: not to be dropped with a lock held. Thread-safe.
+// this object, which takes the device's time: not to be dropped with a lock held. Thread-safe, but
+// for leave_open().
 //
 // Whether it outlives the process that it is of is the driver's business: what is written there
 // afterwards fails at worst, with this device's context.
@@ -25,6 +26,10 @@ class GpuPeerMemory {
   GpuPeerMemory& operator=(const GpuPeerMemory&) = delete;
 
   std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+  // It stays open until the process ends: to close it would wait for a device that hangs.
+  void leave_open() { left_open_ = true; }
+
+  struct Opened;  // by one process, for one device
 
  private:
   void close() noexcept;
@@ -32,7 +37,9 @@ class GpuPeerMemory {
   const std::shared_ptr<GpuRuntime> runtime_;
   const int device_;
   const GpuIpcHandle handle_;
+  std::shared_ptr<Opened> opened_;
   uint64_t address_ = 0;
+  bool left_open_ = false;
   const uint64_t generation_;
 };
 

@@ -95,6 +95,18 @@ std::shared_ptr<GpuArena> GpuDevice::arena(const AgentOptions& options) {
   return arena_;
 }
 
+bool GpuDevice::given_up() const {
+  const std::lock_guard lock(packer_mutex_);
+  return packer ? packer->given_up() : was_given_up_;
+}
+
+void GpuDevice::drop_packer() {
+  std::unique_ptr<GpuPacker> dropped;
+  const std::lock_guard lock(packer_mutex_);
+  was_given_up_ = packer->given_up();
+  dropped = std::move(packer);
+}
+
 std::shared_ptr<GpuDevice> GpuDevices::get(const GpuPlace& place, const AgentOptions& options) {
   const std::pair key(place.runtime->vendor(), place.device);
   const auto check_open = [&] {
@@ -136,7 +148,7 @@ void GpuDevices::close() {
   for (const auto& [key, device] : devices_) {
     if (device->arena_ && device->packer->given_up()) device->arena_->abandon();
     if (device->arena_) leave_for_the_rest(std::move(device->arena_));
-    device->packer.reset();
+    device->drop_packer();
   }
   devices_.clear();
 }

@@ -30,9 +30,15 @@ struct GpuDevice {
   // For producers on this host; made at the first call, which takes the device's time. Throws
   // Error(kNoResources).
   std::shared_ptr<GpuArena> arena(const AgentOptions& options);
+  // Whether the packer was, also after GpuDevices::close(). Thread-safe.
+  bool given_up() const;
 
  private:
   friend class GpuDevices;
+  void drop_packer();
+
+  mutable std::mutex packer_mutex_;  // of the pointer, against drop_packer()
+  bool was_given_up_ = false;
   std::mutex making_arena_;
   std::shared_ptr<GpuArena> arena_;  // peers that were told of it hold it, too
 };

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -79,21 +80,49 @@ void serve_waiting(AgentCore& core, Peer& peer, const std::shared_ptr<GpuDevice>
   }
 }
 
-// The consumer sees the link's end when nothing of its memory is open.
-class LetGo {
+// The consumer sees the link's end when nothing of its memory is open: never where that can't be
+// closed.
+struct LetGo {
+  explicit LetGo(std::shared_ptr<Link> to) : link(std::move(to)) {}
+  ~LetGo() {
+    if (!kept) link->let_go_of_gpus();
+  }
+
+  const std::shared_ptr<Link> link;
+  std::atomic<bool> kept = false;
+};
+
+void keep_for_good(const std::shared_ptr<void>& what) {
+  static auto* mutex = new std::mutex;
+  static auto* kept = new std::vector<std::shared_ptr<void>>;
+  const std::lock_guard lock(*mutex);
+  kept->push_back(what);
+}
+
+// What one device has open of a peer.
+class Closing {
  public:
-  LetGo(std::shared_ptr<Link> link, std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported)
-      : link_(std::move(link)), imported_(std::move(imported)) {}
-  ~LetGo() { run(); }
-  // Takes the devices' time, the first time.
+  Closing(std::shared_ptr<GpuDevice> device, std::shared_ptr<LetGo> held)
+      : device_(std::move(device)), held_(std::move(held)) {}
+  ~Closing() { run(); }
+
+  void add(std::shared_ptr<GpuPeerMemory> memory) { memory_.push_back(std::move(memory)); }
+
+  // Takes the device's time, the first time.
   void run() {
-    imported_.clear();
-    if (const auto link = std::exchange(link_, nullptr)) link->let_go_of_gpus();
+    if (!memory_.empty() && device_->given_up()) {
+      for (const auto& memory : memory_) memory->leave_open();
+      held_->kept = true;
+      keep_for_good(held_);
+    }
+    memory_.clear();
+    held_.reset();
   }
 
  private:
-  std::shared_ptr<Link> link_;
-  std::map<std::pair<uint32_t, GpuDevice*>, Imported> imported_;
+  const std::shared_ptr<GpuDevice> device_;
+  std::shared_ptr<LetGo> held_;
+  std::vector<std::shared_ptr<GpuPeerMemory>> memory_;
 };
 
 }  // namespace
@@ -103,11 +132,19 @@ Peer::~Peer() {
   try {
     // Said also where nothing was opened: a GPU_ARENA may be on its way, unread.
     if (!allows_gpu_ipc(*core, *this)) return;
-    const auto device = imported.empty() ? nullptr : imported.begin()->second.device;
-    const auto held = std::make_shared<LetGo>(std::move(link), std::move(imported));
-    // Perhaps with the mutex held, and on the progress thread.
-    if (device && !device->pool->submit([held] { held->run(); })) {
-      core->gpus.leave_for_the_rest(held);
+    const auto held = std::make_shared<LetGo>(std::move(link));
+    std::map<GpuDevice*, std::shared_ptr<Closing>> closing;
+    for (auto& [key, opened] : std::exchange(imported, {})) {
+      if (!opened.memory) continue;
+      auto& of_device = closing[key.second];
+      if (!of_device) of_device = std::make_shared<Closing>(opened.device, held);
+      of_device->add(opened.memory);
+    }
+    for (const auto& [device, closes] : closing) {
+      // Perhaps with the mutex held, and on the progress thread.
+      if (!device->pool->submit([closes = closes] { closes->run(); })) {
+        core->gpus.leave_for_the_rest(closes);
+      }
     }
   } catch (const std::bad_alloc&) {
     // Then the consumer waits for the end of this process.
@@ -160,10 +197,7 @@ void import_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
 }
 
 void keep_for_good(const std::shared_ptr<Peer>& peer) {
-  static auto* mutex = new std::mutex;
-  static auto* kept = new std::vector<std::shared_ptr<Peer>>;
-  const std::lock_guard lock(*mutex);
-  kept->push_back(peer);
+  keep_for_good(std::shared_ptr<void>(peer));
 }
 
 }  // namespace kvxfer

@@ -423,6 +423,45 @@ def test_memory_that_nobody_was_told_of_is_freed_at_the_end(gpus: Gpus) -> None:
         child.resume()
 
 
+def test_close_waits_for_no_device_that_hangs(gpus: Gpus) -> None:
+    """A consumer's memory is open there of which nothing is under way."""
+    with (
+        consumer("shm") as decode,
+        on_gpu(decode) as target,
+        consumer("shm", "other") as other,
+        on_gpu(other, device=0) as second,
+        Child() as child,
+    ):
+        hung = Prefill(child, gpu_timeout=0.3)
+        ticket = hung.offer()
+        fetched(other, hung, second, ticket)
+        fetched(decode, hung, target, ticket)
+        hung.gpu("hold", True)
+        fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        with pytest.raises(kvxfer.TransferError, match="has not finished a chunk within 0.3"):
+            fetch.wait()
+        child.call("close")
+        assert hung.gpu("calls", "cuIpcCloseMemHandle") == 0
+        threading.Event().wait(0.2)
+        assert other.stats.peers == 1  # the memory is open yet
+        child.kill()
+        until(lambda: decode.stats.peers + other.stats.peers == 0)
+        assert all_slots_free(decode)
+        assert all_slots_free(other)
+
+
+def test_a_call_that_does_not_return_holds_up_no_other_peer(prefill: Prefill, gpus: Gpus) -> None:
+    closes = prefill.gpu("calls", "cuIpcCloseMemHandle")
+    with consumer("shm", "first") as first, on_gpu(first) as target:
+        assert fetched(first, prefill, target).path == "gpu-ipc"
+        prefill.gpu("stall", "cuIpcCloseMemHandle")
+    gpus.given_up += 1  # what `first` had to leave there
+    until(lambda: prefill.gpu("calls", "cuIpcCloseMemHandle") > closes)
+    with consumer("shm") as decode, on_gpu(decode, device=0) as target:
+        assert fetched(decode, prefill, target).path == "gpu-ipc"
+        prefill.gpu("stall", None)
+
+
 def test_a_consumer_that_is_killed(gpus: Gpus) -> None:
     with producer("shm") as near, on_gpu(near, SIDE, 0) as source:
         before = gpus.open_handles()

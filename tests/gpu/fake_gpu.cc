@@ -278,9 +278,14 @@ Problem FakeGpus::open_handle(const IpcHandle& handle, unsigned flags, uintptr_t
 }
 
 Problem FakeGpus::close_handle(uintptr_t base) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const auto found = memory_.find(base);
   if (found == memory_.end() || found->second.owner == 0) return Problem::kInvalidValue;
+  changed_.wait(lock, [&] {
+    return lost_ || std::none_of(streams_.begin(), streams_.end(), [&](const auto& entry) {
+             return entry.second.device == found->second.used_on && !entry.second.work.empty();
+           });
+  });
   const Memory& memory = found->second;
   ::munmap(reinterpret_cast<void*>(base - kLead), whole_pages(kLead + memory.bytes));
   change_opener(memory.fd, openers_at(memory.lead, memory.bytes), ::getpid(), 0);

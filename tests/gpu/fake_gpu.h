@@ -105,7 +105,7 @@ class FakeGpus {
   // Between processes.
   Problem export_handle(uintptr_t address, IpcHandle& handle);
   Problem open_handle(const IpcHandle& handle, unsigned flags, uintptr_t& base);
-  Problem close_handle(uintptr_t base);
+  Problem close_handle(uintptr_t base);  // waits for the device
   // What is opened is other memory than what was asked for.
   void open_wrongly(bool wrong);
   // Memory of this process that others have open, and that was freed while they had.

@@ -40,6 +40,7 @@ def runtimes(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     for name in ("KVXFER_CUDA_LIBRARY", "KVXFER_HSA_LIBRARY"):
         patch.setenv(name, str(_path()))
     patch.setenv("KVXFER_HIP_LIBRARY", "libnone.so")
+    gpus().given_up = 0  # those of other modules are there before
     yield gpus()
 
 
@@ -109,14 +110,18 @@ class Gpus:
         """Let nothing happen on any stream, until they are let go."""
         self._library.fake_gpu_hold(None, int(held))
 
+    def stall(self, call: str | None) -> None:
+        """Let calls of that name not return; none lets them go."""
+        self._library.fake_gpu_stall(call and call.encode())
+
     @contextlib.contextmanager
     def stalled(self, call: str) -> Iterator[None]:
         """Let calls of that name not return."""
-        self._library.fake_gpu_stall(call.encode())
+        self.stall(call)
         try:
             yield
         finally:
-            self._library.fake_gpu_stall(None)
+            self.stall(None)
 
     @contextlib.contextmanager
     def held(self, stream: int = 0) -> Iterator[None]:
