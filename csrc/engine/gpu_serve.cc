@@ -130,8 +130,9 @@ class Closing {
 Peer::~Peer() {
   if (!inbound || !link || fork_generation() != core->fork_generation) return;
   try {
-    // Said also where nothing was opened: a GPU_ARENA may be on its way, unread.
-    if (!allows_gpu_ipc(*core, *this)) return;
+    // Said also where nothing was opened: a GPU_ARENA may be on its way, unread. Not to who has no
+    // such message, which is known from HELLO on.
+    if (!allows_gpu_ipc(*core, *this) || (slot_bytes != 0 && !gpu_ipc)) return;
     const auto held = std::make_shared<LetGo>(std::move(link));
     std::map<GpuDevice*, std::shared_ptr<Closing>> closing;
     for (auto& [key, opened] : std::exchange(imported, {})) {

@@ -120,6 +120,15 @@ TEST_SUITE("memory of GPUs between processes") {
     CHECK(older.dropped_for("GPU_ARENA was not agreed on"));
   }
 
+  TEST_CASE("the link's end is told to who may have said GPU_ARENA") {
+    for (const uint32_t bits : {wire::kGpuIpcBit, 0u}) {
+      Side side(/*inbound=*/true, true, "", bits);
+      side.end();
+      side.agent->close();
+      CHECK(side.link->let_go == (bits != 0 ? 1 : 0));
+    }
+  }
+
   TEST_CASE("arenas that make no sense end the link") {
     const auto refused = [](auto change) {
       Side side(/*inbound=*/true);
