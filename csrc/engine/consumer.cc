@@ -247,7 +247,7 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
     if (exposed == peer.exposed.end() || !exposed->second.ready()) {
       return expose_and_start(core, part);
     }
-    part->asks_gpu = exposed->second.arena != nullptr;
+    part->asks_gpu = exposed->second.problem.empty();
     part->path_why = exposed->second.problem;
   }
   part->id = peer.next_fetch_id++;

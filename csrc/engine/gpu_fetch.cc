@@ -56,6 +56,8 @@ bool may_use_gpu_slots(const AgentCore& core, Part& part) {
   part.path_why = peer.link->gpu_ipc_problem();
   if (!core.options.gpu_ipc) {
     part.path_why = "gpu_ipc is off";
+  } else if (part.path_why.empty() && !core.options.digest) {
+    part.path_why = "digest is off, and nothing else finds what a GPU's writes to another lose";
   } else if (part.path_why.empty() && !peer.gpu_ipc) {
     part.path_why = "'" + peer.name + "' has gpu_ipc off, or is of an older release";
   } else if (part.path_why.empty() && part.fetch->cache->packer()->given_up()) {

@@ -117,6 +117,16 @@ void count_chunk(AgentCore& core, Part& part, const wire::Commit& commit,
   ++report.chunks;
 }
 
+// A chunk of the part was damaged in a GPU's slot. There are machines where GPUs lose what is
+// written to others, so that the same would happen again: later ones of that link don't ask for it.
+void distrust_gpu_slots(const Part& part) {
+  const auto exposed = part.peer->exposed.find(part.fetch->cache->gpu.get());
+  if (exposed == part.peer->exposed.end()) return;
+  exposed->second.problem = "a chunk from '" + part.peer->name +
+                            "' was damaged on its way from GPU to GPU, so they go through the "
+                            "host's memory until it is connected anew";
+}
+
 // A chunk that will not be unpacked any more: its fetch ended while it waited for the caller's GPU.
 bool drop_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   Guard guard(core);
@@ -143,7 +153,10 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
   Guard guard(core);
   --fetch->unpacking;
   return_slot(core, part, commit.slot);
-  if (status.code == StatusCode::kCorrupt) ++core.counters.digest_errors;
+  if (status.code == StatusCode::kCorrupt) {
+    ++core.counters.digest_errors;
+    if (part->gpu) distrust_gpu_slots(*part);
+  }
   if (fetch->ending) {
     complete(core, fetch);
   } else if (status.code == StatusCode::kProtocol) {

@@ -188,6 +188,11 @@ def test_what_is_damaged_in_a_slot_is_found(prefill: Prefill, gpus: Gpus, codec:
             fetch.wait()
         assert (fetch.status, fetch.report.path) == (Status.CORRUPT, "gpu-ipc")
         assert decode.stats.digest_errors > 0
+        # It need not have been by chance.
+        report = fetched(decode, prefill, target)
+        assert report.path == "staged"
+        assert "a chunk from 'prefill' was damaged on its way from GPU to GPU" in report.path_why
+    with consumer("shm") as decode, on_gpu(decode) as target:
         assert fetched(decode, prefill, target).path == "gpu-ipc"
 
 
@@ -262,6 +267,13 @@ def test_it_can_be_turned_off(prefill: Prefill, gpus: Gpus) -> None:
     with consumer("shm", gpu_ipc=False) as decode, on_gpu(decode) as target:
         report = fetched(decode, prefill, target)
         assert (report.path, report.path_why) == ("staged", "gpu_ipc is off")
+
+
+def test_nothing_is_written_that_is_not_checked(prefill: Prefill, gpus: Gpus) -> None:
+    with consumer("shm", digest=False) as decode, on_gpu(decode) as target:
+        report = fetched(decode, prefill, target)
+        assert report.path == "staged"
+        assert report.path_why.startswith("digest is off")
 
 
 def test_memory_of_the_host_on_either_side_is_staged(prefill: Prefill, gpus: Gpus) -> None:
