@@ -61,6 +61,9 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
   const uint32_t staging_slot = staged ? take_staging(core) : 0;
   std::byte* wire_bytes = staged ? core.staging->slot(staging_slot) : slot_of(*serve, slot);
   std::optional<std::string> failure;
+  // Then nothing is launched any more that writes into the peer's memory.
+  const GpuDevice* gpu = serve->gpu_slots != nullptr ? serve->offer->cache->gpu.get() : nullptr;
+  const bool was_given_up = gpu != nullptr && gpu->given_up();
   const TimePoint began = Clock::now();
   const PackedChunk packed = fill(core, *serve, chunk, wire_bytes, staged, failure);
   const uint64_t fetch_id = serve->request.fetch_id;
@@ -77,7 +80,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     Guard guard(core);
     --packing(core, *serve);
     --serve->offer->reading;
-    if (failure && serve->gpu_slots != nullptr && serve->offer->cache->packer()->given_up()) {
+    if (failure && gpu != nullptr && !was_given_up && gpu->given_up()) {
       keep_for_good(serve->peer);
       drop_peer(core, serve->peer, {StatusCode::kNoResources, *failure});
     } else if (failure) {

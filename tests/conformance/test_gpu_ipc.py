@@ -435,6 +435,34 @@ def test_memory_that_nobody_was_told_of_is_freed_at_the_end(gpus: Gpus) -> None:
         child.resume()
 
 
+def test_a_device_that_hangs_keeps_no_slots_that_it_was_not_told_of(gpus: Gpus) -> None:
+    with (
+        consumer("shm", chunk_bytes=4096) as decode,
+        on_gpu(decode) as target,
+        consumer("shm", "other") as other,
+        on_gpu(other, device=0) as second,
+        Child() as child,
+    ):
+        hung = Prefill(child, gpu_timeout=0.5)
+        ticket = hung.offer()
+        fetched(other, hung, second, ticket)
+        fetched(decode, hung, target, ticket)
+        launched = hung.gpu("calls", "cuLaunchKernel")
+        hung.gpu("hold", True)
+        fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        until(partial(launches, hung, launched + 3))  # as many as there are lanes
+        late = other.fetch(ticket, second.cache, OTHER_BLOCKS, timeout=LONG)
+        with pytest.raises(kvxfer.TransferError, match="has not finished a chunk within 0.5"):
+            fetch.wait()
+        with pytest.raises(kvxfer.TransferError, match="was given up"):
+            late.wait()
+        assert late.report.path == "gpu-ipc"
+        until(lambda: all_slots_free(other))
+        assert not all_slots_free(decode)
+        child.kill()
+        until(lambda: all_slots_free(decode))
+
+
 def test_close_waits_for_no_device_that_hangs(gpus: Gpus) -> None:
     """A consumer's memory is open there of which nothing is under way."""
     with (
