@@ -224,6 +224,9 @@ void Agent::close() {
       take_registered(*peer, std::nullopt);
       abandon_exposed(*peer);
     }
+    for (const auto& [handle, fetch] : core.fetches) {
+      for (const auto& part : fetch->parts) part->target.reset();
+    }
     for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
       if (core.slots[slot].fenced) free_slot(core, slot);
     }

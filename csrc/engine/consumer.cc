@@ -175,8 +175,33 @@ static void describe_links_again(FetchState& fetch) {
   if (!fetch.report.link.empty()) fetch.report.link = links;
 }
 
+// Of a fetch that failed, adapters may have written what nobody has settled: that must not overtake
+// what is written into the blocks once they are given back. Whether complete() is called again,
+// when that is done.
+static bool settle_first(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  if (fetch->status.ok() || fetch->settled || !fetch->cache || !fetch->cache->gpu) return false;
+  const bool written = std::any_of(fetch->parts.begin(), fetch->parts.end(), [](const auto& part) {
+    return part->direct && part->granted > 0;
+  });
+  if (!written) return false;
+  fetch->settled = true;
+  ++fetch->unpacking;
+  if (fetch->cache->gpu->pool->submit([&core, fetch] {
+        settle_failed(*fetch);
+        Guard guard(core);
+        --fetch->unpacking;
+        complete(core, fetch);
+      })) {
+    return true;
+  }
+  settle_failed(*fetch);  // close() has stopped that thread
+  --fetch->unpacking;
+  return false;
+}
+
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   if (fetch->done || !fetch->ending || fetch->unpacking > 0 || fetch->fenced > 0) return;
+  if (settle_first(core, fetch)) return;
   if (!fetch->declines) describe_links_again(*fetch);
   fetch->done = true;
   fetch->ended = Clock::now();
@@ -191,7 +216,8 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   clear_timer(core, fetch->timer);
   if (fetch->cache) --fetch->cache->users;
   core.fetches.erase(fetch->handle);
-  fetch->parts.clear();  // they point back here
+  for (const auto& part : fetch->parts) part->target.reset();  // jobs that end now hold parts
+  fetch->parts.clear();                                        // they point back here
   fetch->changed.notify_all();
   signal_event(fetch->event);
   const bool in_background = fetch->declines && fetch->given_up;

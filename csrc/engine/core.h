@@ -163,19 +163,20 @@ struct Part {
   uint32_t chunk_bytes = 0;
   std::optional<ChunkPlan> plan;  // once accepted
   ElementType producer_element = ElementType::kBFloat16;
-  std::vector<bool> arrived;           // by chunk
-  std::vector<wire::Commit> early;     // landed before the ACCEPT
-  uint32_t chunks_left = 0;            // to unpack; an estimate until accepted
-  uint32_t wanted = 0;                 // slots that the producer can use, as far as is known
-  uint32_t granted = 0;                // slots granted so far
-  std::vector<uint32_t> slots;         // granted and not yet given back, in any state
-  bool hungry = false;                 // in AgentCore::hungry
-  bool asks_direct = false;            // asked with FETCH_DIRECT
-  bool direct = false;                 // accepted so: no chunk goes through its slot
-  std::weak_ptr<DirectMemory> target;  // then: that it lands in
-  bool asks_gpu = false;               // asked with FETCH_GPU
-  std::shared_ptr<GpuArena> gpu;       // accepted so: its slots are in there
-  std::string path_why;                // of one that does not ask
+  std::vector<bool> arrived;        // by chunk
+  std::vector<wire::Commit> early;  // landed before the ACCEPT
+  uint32_t chunks_left = 0;         // to unpack; an estimate until accepted
+  uint32_t wanted = 0;              // slots that the producer can use, as far as is known
+  uint32_t granted = 0;             // slots granted so far
+  std::vector<uint32_t> slots;      // granted and not yet given back, in any state
+  bool hungry = false;              // in AgentCore::hungry
+  bool asks_direct = false;         // asked with FETCH_DIRECT
+  bool direct = false;              // accepted so: no chunk goes through its slot
+  // Then: that it lands in, registered until nothing more can land.
+  std::shared_ptr<DirectMemory> target;
+  bool asks_gpu = false;          // asked with FETCH_GPU
+  std::shared_ptr<GpuArena> gpu;  // accepted so: its slots are in there
+  std::string path_why;           // of one that does not ask
   bool sent = false, accepted = false, done = false;
 };
 
@@ -192,6 +193,7 @@ struct FetchState {
   uint32_t parts_left = 0;
   uint32_t unpacking = 0;  // jobs that are using the caller's blocks
   uint32_t fenced = 0;     // slots in quarantine whose chunks may still land in the blocks
+  bool settled = false;    // of one that failed: all that was written into the blocks
   bool ending = false;     // no new job is started
   // The caller's GPU may still be using the blocks: jobs that write there wait until it is not.
   bool gated = false;
@@ -515,6 +517,9 @@ Registered register_gpu(const AgentCore& core, Cache& cache, Link& link, Link::D
 // What adapters have written into a chunk's blocks is there for kernels that are launched from now
 // on. Without the mutex. Throws Error(kNoResources).
 void settle_writes(const AgentCore& core, const Part& part);
+// The same of a fetch that has failed, for writes that no COMMIT has told of: does what it can, so
+// that none of them is seen after something else that is written into the blocks later.
+void settle_failed(const FetchState& fetch);
 
 // fetches.cc
 // run_job() for a job that writes into the blocks, once the caller's GPU has let go of them.

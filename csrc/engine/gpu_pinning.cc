@@ -206,15 +206,35 @@ void settle_writes(const AgentCore& core, const Part& part) {
   GpuRuntime& runtime = *cache.gpu->runtime;
   const CurrentDevice current(runtime, cache.place->device);
   runtime.settle_writes(cache.place->device, [&] {
-    const auto memory = part.target.lock();
-    if (!memory) throw Error(StatusCode::kPeerLost, "the cache is registered no more");
     try {
-      read_back(*memory, cache.memory.front().data());
+      if (!part.target) throw Error(StatusCode::kPeerLost, "the cache is registered no more");
+      read_back(*part.target, cache.memory.front().data());
     } catch (const Error&) {
       // Such as of an adapter whose port is down now. A digest tells whether the bytes are there.
       if (!core.options.digest) throw;
     }
   });
+}
+
+void settle_failed(const FetchState& fetch) {
+  const Cache& cache = *fetch.cache;
+  GpuRuntime& runtime = *cache.gpu->runtime;
+  const auto read_all = [&] {
+    for (const auto& part : fetch.parts) {
+      if (!part->target) continue;  // registered no more
+      try {
+        read_back(*part->target, cache.memory.front().data());
+      } catch (const std::exception&) {
+        // The connection has ended, perhaps because of just that adapter.
+      }
+    }
+  };
+  try {
+    const CurrentDevice current(runtime, cache.place->device);
+    runtime.settle_writes(cache.place->device, read_all);
+  } catch (const std::exception&) {
+    // The device is lost, and what is in its memory with it.
+  }
 }
 
 }  // namespace kvxfer

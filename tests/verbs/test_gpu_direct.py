@@ -276,6 +276,42 @@ def test_a_flush_that_fails_fails_the_fetch(gpus: Gpus) -> None:
         moved(*both)
 
 
+@pytest.mark.parametrize("end", [Status.CANCELLED, Status.PEER_LOST])
+def test_what_is_written_behind_the_end_is_settled_before_blocks_are_given_back(
+    gpus: Gpus, end: Status
+) -> None:
+    """No COMMIT tells of it: it must not be seen after what the next owner of them writes."""
+    with (
+        pair("verbs", **DIRECT, heartbeat_timeout=5 * LONG) as (prefill, decode),
+        made(SIDE, HOST, seed=1) as source,
+        made(SIDE, 1) as target,
+    ):
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS, consumers=3)
+        decode.fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG).wait(LONG)
+        fake_verbs.hold_sends(True)
+        sent = prefill.stats.bytes_sent
+        fetch = decode.fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG)
+        until(lambda: prefill.stats.bytes_sent > sent)
+        flushed, read = gpus.calls(FLUSH), fake_verbs.fetched_sends()
+        ends = fetch.cancel if end is Status.CANCELLED else prefill.close
+        thread = threading.Thread(target=ends)
+        thread.start()
+        if end is Status.CANCELLED:
+            until(lambda: decode.stats.quarantined_slots > 0)
+            assert (gpus.calls(FLUSH), fake_verbs.fetched_sends()) == (flushed, read)
+            fake_verbs.hold_sends(False)
+        with pytest.raises(kvxfer.TransferError):
+            fetch.wait(LONG)
+        assert fetch.status is end
+        assert fetch.report.chunks == 0
+        if end is Status.CANCELLED:  # else the producer says more
+            assert gpus.calls(FLUSH) - flushed == 1
+        fake_verbs.hold_sends(False)
+        thread.join(LONG)
+
+
 # What is damaged
 
 
