@@ -217,6 +217,7 @@ void Agent::close() {
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   if (core.registrar) core.registrar->stop();
+  core.gpus.free_scratch();
   {
     Guard guard(core);
     // Without these, adapters that have not let go reach no cache of ours.

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "engine/core.h"
 #include "kvxfer/status.h"
+#include "pack/gpu_lane.h"
 
 namespace kvxfer {
 namespace {
@@ -86,6 +88,11 @@ void check_allocations(const GpuPlace& place) {
   }
 }
 
+GpuDevice::GpuDevice() = default;
+GpuDevice::~GpuDevice() {
+  static_cast<void>(scratch.release());  // nobody has closed the agent, as after a fork
+}
+
 std::shared_ptr<GpuArena> GpuDevice::arena(const AgentOptions& options) {
   const std::lock_guard lock(making_arena_);
   if (!arena_) {
@@ -141,7 +148,7 @@ void GpuDevices::hurry() {
 
 void GpuDevices::close() {
   const std::lock_guard lock(mutex_);
-  closed_ = true;
+  if (std::exchange(closed_, true)) return;
   for (const auto& [key, device] : devices_) {
     device->pool->stop();
   }
@@ -150,7 +157,19 @@ void GpuDevices::close() {
     if (device->arena_) leave_for_the_rest(std::move(device->arena_));
     device->drop_packer();
   }
-  devices_.clear();
+}
+
+void GpuDevices::free_scratch() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [key, device] : std::exchange(devices_, {})) {
+    if (device->given_up()) continue;  // freeing it would wait for the device
+    try {
+      const CurrentDevice current(*device->runtime, key.second);
+      device->scratch.reset();
+    } catch (const Error&) {
+      // The device is gone, and its memory with it.
+    }
+  }
 }
 
 void GpuDevices::leave_for_the_rest(std::shared_ptr<void> what) {

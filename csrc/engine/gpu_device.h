@@ -17,8 +17,13 @@
 
 namespace kvxfer {
 
+class GpuLane;
+
 // A GPU that holds caches of an agent, and what packs and unpacks them.
 struct GpuDevice {
+  GpuDevice();
+  ~GpuDevice();
+
   std::shared_ptr<GpuRuntime> runtime;
   std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
   std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
@@ -26,6 +31,9 @@ struct GpuDevice {
   // Ways to register its memory for adapters that were tried on scratch memory, with what is wrong
   // with them, if anything. For the registrar's thread only.
   std::map<std::pair<GpuDirect, Link::DirectUse>, std::string> tried;
+  // That memory, for that thread; made at the first trial. It stays, for to free memory waits for
+  // all that runs on the device.
+  std::unique_ptr<GpuLane> scratch;
 
   // For producers on this host; made at the first call, which takes the device's time. Throws
   // Error(kNoResources).
@@ -74,6 +82,8 @@ class GpuDevices {
   void leave_for_the_rest(std::shared_ptr<void> what);
   // Frees the rest. Not with a lock held. Idempotent.
   void free_rest();
+  // After close(), when the registrar's thread has ended.
+  void free_scratch();
 
  private:
   std::mutex making_;  // before the other, which close() must not wait for

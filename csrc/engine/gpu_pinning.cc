@@ -158,22 +158,26 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
   }
   GpuRuntime& runtime = *gpu.runtime;
   const CurrentDevice current(runtime, cache.place->device);
-  const std::atomic<bool> never = false;
-  auto lane = std::make_unique<GpuLane>(
-      runtime, kScratch, to_duration(std::min(core.options.gpu_timeout, kTrySeconds)), never);
   try {
-    exercise(runtime, cache.place->device, way, link, use, *lane);
-    gpu.tried[key] = "";
-  } catch (const Error& error) {
-    if (dynamic_cast<const WrongBytes*>(&error)) gpu.tried[key] = error.what();
-    try {  // what was told to the device may still run
-      if (!lane->stuck()) lane->finish();
-    } catch (const Error&) {
-      lane->abandon();
+    if (!gpu.scratch) {
+      static const std::atomic<bool> kHurried = false;
+      gpu.scratch = std::make_unique<GpuLane>(
+          runtime, kScratch, to_duration(std::min(core.options.gpu_timeout, kTrySeconds)),
+          kHurried);
     }
-    if (lane->stuck()) {
+    exercise(runtime, cache.place->device, way, link, use, *gpu.scratch);
+    gpu.tried[key] = "";
+  } catch (const std::exception& error) {  // also std::bad_alloc
+    if (dynamic_cast<const WrongBytes*>(&error)) gpu.tried[key] = error.what();
+    if (!gpu.scratch) throw;
+    try {  // what was told to the device may still run
+      if (!gpu.scratch->stuck()) gpu.scratch->finish();
+    } catch (const std::exception&) {
+      gpu.scratch->abandon();
+    }
+    if (gpu.scratch->stuck()) {
       gpu.tried[key] = error.what();
-      static_cast<void>(lane.release());  // freeing it would wait for the device
+      static_cast<void>(gpu.scratch.release());  // freeing it would wait for the device
     }
     throw;
   }
@@ -194,7 +198,7 @@ Registered register_gpu(const AgentCore& core, Cache& cache, Link& link, Link::D
               {},
               false,
               name_of(way)};
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       problems += (problems.empty() ? "" : "; ") + std::string(name_of(way)) + ": " + error.what();
     }
   }

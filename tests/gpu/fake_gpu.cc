@@ -217,11 +217,17 @@ bool is_open_elsewhere(int fd, size_t at) {
 }  // namespace
 
 Problem FakeGpus::release(uintptr_t base, Kind kind) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const auto found = memory_.find(base);
   if (found == memory_.end() || found->second.kind != kind || found->second.owner != 0) {
     return Problem::kInvalidValue;
   }
+  // As the drivers do: for all that runs on the device.
+  changed_.wait(lock, [&] {
+    return lost_ || std::all_of(streams_.begin(), streams_.end(), [&](const auto& entry) {
+             return entry.second.device != found->second.device || entry.second.work.empty();
+           });
+  });
   const Memory& memory = found->second;
   const size_t lead = lead_of(kind);
   const size_t openers = openers_at(memory.lead, memory.bytes);

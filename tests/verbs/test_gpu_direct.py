@@ -574,6 +574,28 @@ def test_a_device_that_hangs_in_the_trial_costs_nobody_else_the_direct_path(gpus
     gpus.given_up += 6
 
 
+def test_a_trial_does_not_wait_for_what_runs_on_the_device(gpus: Gpus) -> None:
+    """As it would if it freed its memory, which keeps others from being registered meanwhile."""
+    with (
+        pair("verbs", **DIRECT) as (prefill, decode),
+        made(SIDE, HOST, seed=1) as source,
+        made(SIDE, 1) as target,
+        made(SIDE, 1) as other,
+        gpus.stream(1) as stream,
+    ):
+        assert isinstance(other, GpuPaged)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        with gpus.held(stream):
+            other.upload(stream)
+            with prefill.offer(source.cache, BLOCKS, TOKENS) as offer:
+                fetch = decode.fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG)
+                fetch.wait(LONG)
+            assert fetch.report.path == "direct"
+            decode.unregister(target.cache)
+            assert look(target).same_as(source)
+
+
 # What is required
 
 
