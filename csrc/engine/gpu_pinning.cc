@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <utility>
 
@@ -82,9 +83,18 @@ std::byte pattern(size_t adapter, size_t i) {
   return static_cast<std::byte>((i * 167 + adapter * 59 + (i >> 8) * 13 + 1) & 0xff);
 }
 
+// Throws what went wrong first when all have read that can.
 void read_back(const DirectMemory& memory, const std::byte* from) {
   std::array<std::byte, 8> bytes;
-  for (size_t i = 0; i < memory.adapters(); ++i) memory.get(i, from, bytes, kReadBackSeconds);
+  std::exception_ptr failure;
+  for (size_t i = 0; i < memory.adapters(); ++i) {
+    try {
+      memory.get(i, from, bytes, kReadBackSeconds);
+    } catch (const std::exception&) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 // Where in the registered part adapters write or read: at its ends, and across the large page's.

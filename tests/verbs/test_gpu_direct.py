@@ -271,6 +271,20 @@ def test_what_adapters_wrote_is_settled_before_it_is_published(
         assert fake_verbs.fetched_sends() - read == expected
 
 
+def test_an_adapter_that_is_down_keeps_no_other_from_reading(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair("verbs", **DIRECT) as both:
+        moved(*both)
+        monkeypatch.setenv("FAKE_CUDA_FLUSH_OPTIONS", "2")
+        fake_verbs.set_port(fake_verbs.DEVICES[0], False)
+        moved(*both)  # which finds out
+        read = fake_verbs.fetched_sends()
+        report = moved(*both)
+        assert report.path == "direct"
+        assert fake_verbs.fetched_sends() - read == report.chunks * (len(fake_verbs.DEVICES) - 1)
+
+
 def test_a_flush_that_fails_fails_the_fetch(gpus: Gpus) -> None:
     with pair("verbs", **DIRECT) as both:
         moved(*both)
