@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/thread_pool.h"
 #include "device/gpu_event.h"
 #include "device/gpu_runtime.h"
@@ -30,7 +31,11 @@ struct GpuDevice {
   uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
   // Ways to register its memory for adapters that were tried on scratch memory, with what is wrong
   // with them, if anything. For the registrar's thread only.
-  std::map<std::pair<GpuDirect, Link::DirectUse>, std::string> tried;
+  struct Trial {
+    std::string problem;
+    TimePoint until = kNever;  // after which it is tried anew
+  };
+  std::map<std::pair<GpuDirect, Link::DirectUse>, Trial> tried;
   // That memory, for that thread; made at the first trial. It stays, for to free memory waits for
   // all that runs on the device.
   std::unique_ptr<GpuLane> scratch;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -19,6 +20,9 @@ namespace {
 // an allocator cut out of a larger piece. A registration that forgets the offset fails there.
 constexpr size_t kScratch = 5u << 20, kBegin = (2u << 20) - 12'848, kBytes = (2u << 20) + 30'000;
 constexpr double kTrySeconds = 5, kProbeSeconds = 2, kReadBackSeconds = 1;
+// A failure may be over then. It takes seconds to find out that it is not, on a thread that others
+// wait for, too.
+constexpr Duration kBetweenTrials = std::chrono::minutes(1);
 
 const char* name_of(GpuDirect way) {
   return way == GpuDirect::kDmaBuf ? "by dma-buf" : "by peer memory";
@@ -157,14 +161,15 @@ void exercise(GpuRuntime& runtime, int device, GpuDirect way, Link& link, Link::
   }
 }
 
-// Whether a way works on this device, tried until it is known. Throws with what is wrong.
+// Whether a way works on this device, tried where that is not known. Throws with what is wrong.
 void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& link,
              Link::DirectUse use) {
   GpuDevice& gpu = *cache.gpu;
   const auto key = std::pair(way, use);
-  if (const auto known = gpu.tried.find(key); known != gpu.tried.end()) {
-    if (known->second.empty()) return;
-    throw Error(StatusCode::kNoResources, known->second);
+  const auto known = gpu.tried.find(key);
+  if (known != gpu.tried.end() && Clock::now() < known->second.until) {
+    if (known->second.problem.empty()) return;
+    throw Error(StatusCode::kNoResources, known->second.problem);
   }
   GpuRuntime& runtime = *gpu.runtime;
   const CurrentDevice current(runtime, cache.place->device);
@@ -176,9 +181,11 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
           kHurried);
     }
     exercise(runtime, cache.place->device, way, link, use, *gpu.scratch);
-    gpu.tried[key] = "";
+    gpu.tried[key] = {};
   } catch (const std::exception& error) {  // also std::bad_alloc
-    if (dynamic_cast<const WrongBytes*>(&error)) gpu.tried[key] = error.what();
+    const bool wrong = dynamic_cast<const WrongBytes*>(&error) != nullptr;
+    const TimePoint later = Clock::now() + kBetweenTrials;
+    gpu.tried[key] = {error.what(), wrong ? kNever : later};
     if (!gpu.scratch) throw;
     try {  // what was told to the device may still run
       if (!gpu.scratch->stuck()) gpu.scratch->finish();
@@ -186,7 +193,7 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
       gpu.scratch->abandon();
     }
     if (gpu.scratch->stuck()) {
-      gpu.tried[key] = error.what();
+      gpu.tried[key].until = kNever;
       static_cast<void>(gpu.scratch.release());  // freeing it would wait for the device
     }
     throw;
