@@ -456,7 +456,7 @@ def test_without_dmabufs_peer_memory_is_taken(gpus: Gpus, where: str) -> None:
         report = moved(*both, HOST, 1)
         assert report.path == "direct"
         assert "written into this GPU by peer memory" in report.path_why
-        assert open_files() == files
+        assert open_files() == files + 2  # behind the scratch memory, which stays
 
 
 @pytest.mark.parametrize(
@@ -560,6 +560,15 @@ def test_where_one_way_leads_nowhere_the_other_is_taken(gpus: Gpus) -> None:
             assert gpus.calls(EXPORT) == exported
         with pair("verbs", **DIRECT) as both:
             assert "by dma-buf" in moved(*both, HOST, 1).path_why
+
+
+def test_all_adapters_must_pass(gpus: Gpus) -> None:
+    with pair("verbs", **DIRECT) as both:
+        moved(*both, HOST, HOST)
+        fake_verbs.set_port(fake_verbs.DEVICES[0], False)
+        report = moved(*both, HOST, 1)
+        assert report.path == "staged"
+        assert f"'{fake_verbs.DEVICES[0]}' has no active port" in report.path_why
 
 
 def test_an_adapter_that_damages_what_it_writes_is_found(gpus: Gpus) -> None:
