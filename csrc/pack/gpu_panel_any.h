@@ -222,9 +222,8 @@ KVXFER_DEVICE void unpack_any(const PanelLaunch& launch) {
     const uint32_t size = element_size(kind.own);
     const bool looked_up = kind.scheme == kRaw && panel.view.codes != 0;
     const bool copied = kind.scheme == kRaw && kind.producer == kind.own && !looked_up;
-    const uint64_t* codes = launch.codes + (looked_up ? (panel.view.codes - 1) * 256 : 0);
     find_raw_rows(launch, panel.entry, marks);
-    uint32_t clamped = 0, inexact = 0;
+    uint32_t clamped = 0;  // or, from one 8-bit float to another, inexact
     digest.enter(launch.states, panel.entry.chunk, 0);
     for (uint32_t e = thread_id(); e < panel.entry.rows * kind.content; e += kThreads) {
       const uint32_t row = e / kind.content;
@@ -233,17 +232,19 @@ KVXFER_DEVICE void unpack_any(const PanelLaunch& launch) {
       if (copied) {
         store_bits(to, size, load_bits(panel.codes() + e * size, size));
       } else if (looked_up) {
-        const uint64_t code = load<uint64_t>(codes + load<uint8_t>(panel.codes() + e));
+        const uint32_t at = (panel.view.codes - 1) * 256 + load<uint8_t>(panel.codes() + e);
+        const uint64_t code = load<uint64_t>(launch.codes + at);
         store_bits(to, size, static_cast<uint32_t>(code));
-        clamped += (code & kCodeClamped) != 0;
-        inexact += (code & kCodeInexact) != 0;
+        clamped += (code & kCodeLoses) != 0;
       } else {
         const float value = decoded_element(panel, row, e) * panel.view.inverse;
         store_bits(to, size, to_element(value, kind.own, clamped));
       }
     }
-    if (clamped != 0) add_global(&launch.states[panel.entry.chunk].clamped, uint64_t{clamped});
-    if (inexact != 0) add_global(&launch.states[panel.entry.chunk].inexact, uint64_t{inexact});
+    if (clamped != 0) {
+      PanelState& state = launch.states[panel.entry.chunk];
+      add_global(looked_up && size == 1 ? &state.inexact : &state.clamped, uint64_t{clamped});
+    }
     digest_words(digest, panel.wire, panel.entry.wire, panel.end());
   }
   digest.leave(launch.states);

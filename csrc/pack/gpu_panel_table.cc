@@ -70,8 +70,8 @@ void GpuPanelTable::add_codes(uint32_t begin, uint32_t end) {
     const auto [at, is_new] = codes_of_.emplace(table, codes_of_.size() + 1);
     views_[i].codes = at->second;
     for (size_t code = 0; is_new && code < table->bits.size(); ++code) {
-      codes_.push_back(table->bits[code] | (table->clamped[code] ? gpu::kCodeClamped : 0) |
-                       (table->inexact[code] ? gpu::kCodeInexact : 0));
+      const bool loses = table->clamped[code] || table->inexact[code];
+      codes_.push_back(table->bits[code] | (loses ? gpu::kCodeLoses : 0));
     }
   }
 }

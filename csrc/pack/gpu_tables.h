@@ -46,9 +46,8 @@ struct PanelView {
   uint32_t codes = 0;    // of PanelLaunch::codes + 256 * (codes - 1); 0: none
 };
 
-// What a code of an 8-bit float becomes: the bits of an element, and what that costs.
-constexpr uint64_t kCodeClamped = 1ull << 32;
-constexpr uint64_t kCodeInexact = 1ull << 33;
+// What a code of an 8-bit float becomes: the bits of an element, and whether that costs something.
+constexpr uint64_t kCodeLoses = 1ull << 32;
 
 // How the panels of a plane are encoded, in its middle stretch or, as scheme 0, in the others.
 struct PanelKind {

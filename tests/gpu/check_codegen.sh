@@ -4,6 +4,7 @@
 # registers. A compiler that is missing is named and skipped; --require makes that a failure.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+PATH=$PATH:/usr/local/cuda/bin
 
 require=0
 [[ ${1:-} = --require ]] && require=1
