@@ -284,6 +284,7 @@ def test_memory_of_the_host_on_either_side_is_staged(prefill: Prefill, gpus: Gpu
         fetch.wait()
         assert fetch.report.path == "staged"
         assert fetch.report.path_why == "the producer's cache is in the host's memory"
+        assert prefill.child.call("wait_offer", ticket["offer"]) == "OK"
         prefill.child.call("forget", "host")
         host = Paged(OTHER)
         with registered(decode, host.cache):
