@@ -226,9 +226,9 @@ def test_blocks_are_not_released_while_the_adapter_reads_them() -> None:
         decode.register(target.cache)
         assert fetched(prefill, decode).path == "direct"
         fake_verbs.hold_sends(True)
+        sent = prefill.stats.bytes_sent
         offer = prefill.offer(source.cache, range(32), TOKENS)
         fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
-        sent = prefill.stats.bytes_sent
         until(lambda: prefill.stats.bytes_sent > sent)
         offer.release()
         assert not offer.released
@@ -268,9 +268,9 @@ def test_bytes_that_change_behind_the_digest_are_found() -> None:
         decode.register(target.cache)
         assert fetched(prefill, decode).path == "direct"
         fake_verbs.hold_sends(True)
+        sent = prefill.stats.bytes_sent
         offer = prefill.offer(source.cache, range(32), TOKENS)
         fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
-        sent = prefill.stats.bytes_sent
         until(lambda: prefill.stats.bytes_sent > sent)
         for arrays in source.arrays:
             for array in arrays:
