@@ -67,8 +67,8 @@ def test_cancel_returns_only_when_no_write_is_under_way() -> None:
         offer = prefill.offer(source.cache, range(32), TOKENS, consumers=2)
         assert fetched(prefill, decode).path == "direct"
         fake_verbs.hold_sends(True)
-        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
         sent = prefill.stats.bytes_sent
+        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
         until(lambda: prefill.stats.bytes_sent > sent)
         assert target.poisoned
         returned = threading.Event()
@@ -98,8 +98,8 @@ def test_a_producer_that_never_lets_go_loses_its_connection() -> None:
         offer = prefill.offer(source.cache, range(32), TOKENS, consumers=2)
         assert fetched(prefill, decode).path == "direct"
         fake_verbs.hold_sends(True)
-        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
         sent = prefill.stats.bytes_sent
+        fetch = decode.fetch(offer.ticket, target.cache, range(32), timeout=LONG)
         until(lambda: prefill.stats.bytes_sent > sent)
         cut_off(fetch, target)
         assert target.poisoned
