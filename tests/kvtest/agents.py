@@ -104,7 +104,17 @@ def registered(agent: kvxfer.Agent, cache: kvxfer.Cache) -> Iterator[kvxfer.Cach
     try:
         yield cache
     finally:
+        until(lambda: _unregistered(agent, cache))
+
+
+def _unregistered(agent: kvxfer.Agent, cache: kvxfer.Cache) -> bool:
+    try:
         agent.unregister(cache)
+    except kvxfer.InvalidError as error:
+        if "is in use" not in str(error):
+            raise
+        return False  # a consumer has all of its bytes, and its DONE is on its way
+    return True
 
 
 def works(prefill: kvxfer.Agent, **knobs: object) -> None:
