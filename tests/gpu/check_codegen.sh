@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PATH=$PATH:/usr/local/cuda/bin
+shopt -s nullglob
+for bin in .venv/lib/python3*/site-packages/nvidia/*/bin; do PATH=$PATH:$PWD/$bin; done
 
 require=0
 [[ ${1:-} = --require ]] && require=1
@@ -85,21 +87,21 @@ nvidia() {
     [[ $scratch = 0 && $spill = 0 ]] || fail "$t: $name has a stack frame or spills"
   done <"$work/$target.table"
   [[ -s $work/$target.table ]] || fail "$target: no kernel was reported"
-  nvcc -std=c++20 -O3 -fmad=false "-arch=$target" -ptx -Icsrc/include -Icsrc \
-    csrc/pack/gpu_kernels.cu -o "$work/$target.ptx"
+  command -v nvdisasm >/dev/null || return 0
   # One paragraph a kernel.
-  sed -e 's/^\.visible \.entry \([a-z0-9_]*\).*/\1:/' -e '/^$/d' -e 's/^}$/}\n/' "$work/$target.ptx" \
-    >"$work/$target.s"
+  nvdisasm -c "$work/$target.cubin" |
+    sed -e '/^$/d' -e 's/^\.text\.\([a-z0-9_]*\):.*/\1:/' -e 's|^//-* .*|\n|' >"$work/$target.s"
+  grep -Eq '\b(LDL|STL)\b' "$work/$target.s" && fail "$target: a kernel has local memory"
   for kernel in kvxfer_pack_raw16 kvxfer_unpack_raw16; do
-    has "$target" "$kernel" 'ld.global.*v4' "$work/$target.s"
-    has "$target" "$kernel" 'st.global.*v4' "$work/$target.s"
+    has "$target" "$kernel" 'LDG\.E\S*\.128' "$work/$target.s"
+    has "$target" "$kernel" 'STG\.E\S*\.128' "$work/$target.s"
   done
-  has "$target" kvxfer_digest_raw16 'ld.global.*v4' "$work/$target.s"
-  has "$target" kvxfer_pack_e4m3_bfloat16_128 'ld.global.*v4' "$work/$target.s"
-  has "$target" kvxfer_unpack_e4m3_bfloat16_128 'st.global.*v4' "$work/$target.s"
+  has "$target" kvxfer_digest_raw16 'LDG\.E\S*\.128' "$work/$target.s"
+  has "$target" kvxfer_pack_e4m3_bfloat16_128 'LDG\.E\S*\.128' "$work/$target.s"
+  has "$target" kvxfer_unpack_e4m3_bfloat16_128 'STG\.E\S*\.128' "$work/$target.s"
   [[ $target = sm_80 ]] && return  # has no instruction for it
-  has "$target" kvxfer_pack_e4m3_bfloat16_128 'cvt.rn.satfinite.e4m3x2.f32' "$work/$target.s"
-  has "$target" kvxfer_pack_e5m2_bfloat16_128 'cvt.rn.satfinite.e5m2x2.f32' "$work/$target.s"
+  has "$target" kvxfer_pack_e4m3_bfloat16_128 'F2FP\.SATFINITE\.E4M3' "$work/$target.s"
+  has "$target" kvxfer_pack_e5m2_bfloat16_128 'F2FP\.SATFINITE\.E5M2' "$work/$target.s"
 }
 
 row target kernel regs sgpr scratch spills
@@ -114,6 +116,8 @@ if command -v nvcc >/dev/null; then
   nvidia sm_80
   nvidia sm_90
   nvidia sm_100
+  command -v nvdisasm >/dev/null ||
+    missing "nvdisasm is not on the PATH, so NVIDIA's instructions were not read (pip: nvidia-cuda-nvdisasm)"
 else
   missing "nvcc is not on the PATH"
 fi
