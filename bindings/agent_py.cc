@@ -161,6 +161,7 @@ void register_options(py::module_& module) {
       .def_readwrite("digest", &AgentOptions::digest)
       .def_readwrite("lock_arena", &AgentOptions::lock_arena)
       .def_readwrite("gpu_timeout", &AgentOptions::gpu_timeout)
+      .def_readwrite("gpudirect_retry", &AgentOptions::gpu_direct_retry)
       .def_readwrite("gpu_ipc", &AgentOptions::gpu_ipc);
 
   py::class_<LoopbackFaults>(module, "LoopbackFaults")
@@ -269,6 +270,7 @@ void register_agent(py::module_& module) {
       .def("register_cache", &Agent::register_cache, py::arg("layout"), py::arg("on_gpu") = false,
            NoGil())
       .def("unregister_cache", &Agent::unregister_cache, py::arg("cache"), NoGil())
+      .def("gpus", &Agent::gpus, NoGil())
       .def(
           "offer",
           [](Agent& agent, const std::string& id, const py::bytes& generation, CacheId cache,

@@ -290,6 +290,7 @@ class AgentOptions:
     digest: bool
     lock_arena: bool
     gpu_timeout: float
+    gpudirect_retry: float
     gpu_ipc: bool
     def __init__(self) -> None: ...
 
@@ -481,6 +482,8 @@ class Agent:
         """
     def unregister_cache(self, cache: int) -> None:
         """Forget a cache. Raises InvalidError while offers or fetches use it."""
+    def gpus(self) -> list[str]:
+        """PCI addresses of the GPUs that hold registered caches, in order, each once."""
     def offer(
         self,
         *,

@@ -311,7 +311,7 @@ class CudaRuntime final : public GpuRuntime {
   }
 
  private:
-  DmaBuf export_allocation(const GpuMemory& memory) override {
+  DmaBuf export_range(const GpuMemory& memory, uint64_t address, size_t bytes) override {
     int supported = 0;
     if (calls_.handle_for_range != nullptr) {
       check(calls_.device_attribute(&supported, kDmaBufSupported, memory.device),
@@ -328,12 +328,12 @@ class CudaRuntime final : public GpuRuntime {
     // Handles are of whole host pages; small allocations lie between others in theirs. Flag 1, a
     // mapping over PCIe, is refused by some devices.
     const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-    const uint64_t begin = memory.base / page * page;
-    const uint64_t end = (memory.base + memory.bytes + page - 1) / page * page;
+    const uint64_t begin = address / page * page;
+    const uint64_t end = (address + bytes + page - 1) / page * page;
     int fd = -1;
     check(calls_.handle_for_range(&fd, begin, end - begin, kHandleDmaBufFd, 0),
           "cuMemGetHandleForAddressRange");
-    return {UniqueFd(fd), memory.base - begin};
+    return {UniqueFd(fd), address - begin};
   }
 
   // 0 where the driver is too old to know it.

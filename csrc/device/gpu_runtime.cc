@@ -20,9 +20,7 @@ DmaBuf GpuRuntime::export_dmabuf(uint64_t address, size_t bytes) {
                                           std::to_string(memory->bytes) + " bytes");
   }
   const CurrentDevice current(*this, memory->device);
-  DmaBuf exported = export_allocation(*memory);
-  exported.offset += before;
-  return exported;
+  return export_range(*memory, address, bytes);
 }
 
 GpuSearch load_gpu_runtime(GpuVendor vendor) {

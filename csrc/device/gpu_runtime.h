@@ -128,8 +128,8 @@ class GpuRuntime {
                       void** arguments, Stream stream) = 0;
 
  private:
-  // Of all of an allocation, at least, on the current device. The offset is that of its base.
-  virtual DmaBuf export_allocation(const GpuMemory& memory) = 0;
+  // Of a part of that allocation, at least, on the current device. The offset is that of `address`.
+  virtual DmaBuf export_range(const GpuMemory& memory, uint64_t address, size_t bytes) = 0;
 };
 
 // A runtime, or why there is none.

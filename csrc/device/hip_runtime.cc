@@ -327,7 +327,8 @@ class HipRuntime final : public GpuRuntime {
   }
 
  private:
-  DmaBuf export_allocation(const GpuMemory& memory) override {
+  // The descriptor is that of the whole buffer object anyway, whichever part is asked for.
+  DmaBuf export_range(const GpuMemory& memory, uint64_t address, size_t) override {
     void* base = reinterpret_cast<void*>(memory.base);
     int fd = -1;
     uint64_t offset = 0;
@@ -346,7 +347,7 @@ class HipRuntime final : public GpuRuntime {
       throw Error(StatusCode::kNoResources,
                   name_ + " cannot export dmabufs: it takes ROCm 5.6 with libhsa-runtime64.so.1");
     }
-    return {UniqueFd(fd), offset};
+    return {UniqueFd(fd), offset + (address - memory.base)};
   }
 
   void check_ipc() const {

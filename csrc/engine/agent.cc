@@ -1,6 +1,7 @@
 #include "kvxfer/agent.h"
 
 #include <algorithm>
+#include <set>
 
 #include "base/event_loop.h"
 #include "engine/core.h"
@@ -56,6 +57,7 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   if (on_gpu) {
     cache->place = find_gpu(layout);
     cache->gpu = core.gpus.get(*cache->place, core.options);
+    cache->gpu_address = cache->place->runtime->pci_address(cache->place->device);
     core.gpu_gate.start();
   }
   Guard guard(core);
@@ -66,7 +68,13 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   }
   for (cache->id = 1; core.caches.contains(cache->id);) ++cache->id;
   cache->layout = layout;
-  cache->memory = extents(layout);
+  std::set<const std::byte*> borders;  // adapters register allocation by allocation
+  if (on_gpu) {
+    for (const auto& [address, base] : cache->place->allocations) {
+      borders.insert(reinterpret_cast<const std::byte*>(base));
+    }
+  }
+  cache->memory = extents(layout, borders);
   for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
   core.caches[cache->id] = cache;
   return cache->id;
@@ -100,6 +108,16 @@ void Agent::unregister_cache(CacheId id) {
     // Meanwhile it may be used anew, or be unregistered by another thread.
     core.peers_changed.wait_for(guard.lock(), std::chrono::milliseconds(100));
   }
+}
+
+std::vector<std::string> Agent::gpus() const {
+  core_->check_fork();
+  std::set<std::string> addresses;
+  Guard guard(*core_);
+  for (const auto& [id, cache] : core_->caches) {
+    if (cache->gpu) addresses.insert(cache->gpu_address);
+  }
+  return {addresses.begin(), addresses.end()};
 }
 
 IoThreads& Agent::io() {

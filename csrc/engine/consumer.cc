@@ -259,11 +259,12 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part) {
   part->asks_direct = may_go_direct(core, *part);
   if (part->asks_direct) {
     const auto target = peer.targets.find(part->fetch->cache->id);
-    if (target == peer.targets.end() || !target->second.ready()) {
+    if (target != peer.targets.end() && target->second.ready()) {
+      part->asks_direct = target->second.problem.empty();
+      part->path_why = target->second.problem;
+    } else if (!stages_meanwhile(core, *part)) {
       return register_and_start(core, part);
     }
-    part->asks_direct = target->second.memory != nullptr;
-    part->path_why = target->second.problem;
   }
   if (part->fetch->spec.gpu_direct_only && !part->asks_direct) {
     return fail_fetch(core, part->fetch, not_direct(*part, part->path_why));

@@ -56,6 +56,7 @@ struct Cache {
   std::atomic<uint32_t> pinned = 0;          // registrations, also those under way either way
   std::optional<GpuPlace> place;             // on a GPU, if at all; then with its device
   std::shared_ptr<GpuDevice> gpu;
+  std::string gpu_address;  // on the PCI bus
 
   GpuPacker* packer() const { return gpu ? gpu->packer.get() : nullptr; }
 };
@@ -404,8 +405,8 @@ void renew_lease(OfferState& offer);
 // Compares the two caches and the slice, decides how it is sent, and returns the ACCEPT, or
 // ACCEPT_DIRECT or ACCEPT_GPU, that says so. Throws Error for what is refused. Nothing: the offer's
 // cache is to be registered with the peer's link first, or the peer's arena to be opened.
-std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
-                                        const OfferState& offer, const CacheLayout& theirs);
+std::optional<wire::Bytes> accept_fetch(AgentCore& core, Serve& serve, const OfferState& offer,
+                                        const CacheLayout& theirs);
 
 // budget.cc
 // Throws Error(kBusy), or Error(kNoResources) for what would not fit alone.
@@ -446,7 +447,7 @@ void land_flight(AgentCore& core, const std::shared_ptr<Serve>& serve);
 // direct_serve.cc
 // Says why chunks of serve.plan, which are plain memory, go straight into the consumer's blocks,
 // and then has set serve.direct, or why not. None: the offer's cache is to be registered first.
-std::optional<std::string> choose_path(const AgentCore& core, Serve& serve, const OfferState& offer,
+std::optional<std::string> choose_path(AgentCore& core, Serve& serve, const OfferState& offer,
                                        CopyPlan target);
 // Has the offer's cache registered with the peer's link, and goes on with the serve then.
 void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
@@ -484,6 +485,9 @@ ChunkPlan plan_part(const Part& part, const wire::Accept& accept);
 // direct_fetch.cc
 // Whether a part can ask for the direct path; if not, says why in it.
 bool may_go_direct(const AgentCore& core, Part& part);
+// Whether a part that might go direct is staged, for it is not known yet whether adapters reach the
+// cache, and a trial takes seconds. Then that is being found out, and the part says so.
+bool stages_meanwhile(AgentCore& core, Part& part);
 // Has the cache registered for the part's peer, and starts the part then.
 void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
 // Ends the connections that a fetch that has ended waits for, if they don't let go of its blocks.

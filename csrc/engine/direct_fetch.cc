@@ -87,6 +87,19 @@ void start_waiting(AgentCore& core, Peer& peer, const std::shared_ptr<Cache>& ca
   grant_slots(core);
 }
 
+// Unless that is done, or under way. False: the agent is closing.
+bool register_target(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                     const std::shared_ptr<Cache>& cache) {
+  if (!peer->targets.try_emplace(cache->id).second) return true;
+  if (pin_cache(core, cache, peer, Link::DirectUse::kTarget, [&core, peer, cache](Registered made) {
+        start_waiting(core, *peer, cache, std::move(made));
+      })) {
+    return true;
+  }
+  peer->targets.erase(cache->id);
+  return false;
+}
+
 }  // namespace
 
 bool may_go_direct(const AgentCore& core, Part& part) {
@@ -104,7 +117,8 @@ bool may_go_direct(const AgentCore& core, Part& part) {
     part.path_why = std::string("codec ") + codec_name(spec.codec.codec) + " needs staging";
   } else if (spec.table.blocks.size() > wire::kMaxBlocks) {
     part.path_why = "more than " + std::to_string(wire::kMaxBlocks) + " blocks";
-  } else if (core.options.path == Path::kAuto && part.memory_bytes / kAutoRun < fewest_runs(part)) {
+  } else if (core.options.path == Path::kAuto && !spec.gpu_direct_only &&
+             part.memory_bytes / kAutoRun < fewest_runs(part)) {
     part.path_why = "runs of less than " + std::to_string(kAutoRun >> 10) +
                     " KiB on average: packing is faster";
   } else {
@@ -113,21 +127,26 @@ bool may_go_direct(const AgentCore& core, Part& part) {
   return false;
 }
 
+bool stages_meanwhile(AgentCore& core, Part& part) {
+  const auto& cache = part.fetch->cache;
+  if (core.options.path != Path::kAuto || !cache->gpu || part.fetch->spec.gpu_direct_only ||
+      !cache->gpu->trials.ahead(core.options.gpu_direct, *part.peer->link,
+                                Link::DirectUse::kTarget)) {
+    return false;
+  }
+  register_target(core, part.peer, cache);
+  part.asks_direct = false;
+  part.path_why = "whether adapters reach this GPU's memory is being tried";
+  return true;
+}
+
 void register_and_start(AgentCore& core, const std::shared_ptr<Part>& part) {
-  const auto& peer = part->peer;
-  const auto& fetch = part->fetch;
   send_renew(*part);
   // Meanwhile it fails with the peer, as one does that waits for HELLO.
-  peer->pending.push_back(part);
-  const auto& cache = fetch->cache;
-  if (!peer->targets.try_emplace(cache->id).second) return;  // is under way
-  if (pin_cache(core, cache, peer, Link::DirectUse::kTarget, [&core, peer, cache](Registered made) {
-        start_waiting(core, *peer, cache, std::move(made));
-      })) {
-    return;
-  }
-  peer->targets.erase(cache->id);
-  fail_fetch(core, fetch, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
+  part->peer->pending.push_back(part);
+  if (register_target(core, part->peer, part->fetch->cache)) return;
+  fail_fetch(core, part->fetch,
+             {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
 }
 
 void watch_fence(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {

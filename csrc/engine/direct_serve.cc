@@ -31,9 +31,23 @@ void serve_waiting(AgentCore& core, Peer& peer, CacheId cache, Registered made) 
   }
 }
 
+// Unless that is done, or under way. False: the agent is closing.
+bool register_source(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                     const std::shared_ptr<Cache>& cache) {
+  if (!peer->sources.try_emplace(cache->id).second) return true;
+  if (pin_cache(core, cache, peer, Link::DirectUse::kSource,
+                [&core, peer, id = cache->id](Registered made) {
+                  serve_waiting(core, *peer, id, std::move(made));
+                })) {
+    return true;
+  }
+  peer->sources.erase(cache->id);
+  return false;
+}
+
 }  // namespace
 
-std::optional<std::string> choose_path(const AgentCore& core, Serve& serve, const OfferState& offer,
+std::optional<std::string> choose_path(AgentCore& core, Serve& serve, const OfferState& offer,
                                        CopyPlan target) {
   Peer& peer = *serve.peer;
   const KnownLayout& known = peer.layouts.at(serve.request.cache_id);
@@ -55,7 +69,16 @@ std::optional<std::string> choose_path(const AgentCore& core, Serve& serve, cons
     return "runs of less than " + run + " on average" + (forced ? "" : ": packing is faster");
   }
   const auto source = peer.sources.find(offer.cache->id);
-  if (source == peer.sources.end() || !source->second.ready()) return std::nullopt;
+  if (source == peer.sources.end() || !source->second.ready()) {
+    const Cache& cache = *offer.cache;
+    if (forced || !cache.gpu || core.options.gpu_direct_only ||
+        !cache.gpu->trials.ahead(core.options.gpu_direct, *peer.link, Link::DirectUse::kSource)) {
+      return std::nullopt;
+    }
+    // A trial takes seconds, which is longer than most fetches take through the host's memory.
+    register_source(core, serve.peer, offer.cache);
+    return "whether adapters reach the memory of the producer's GPU is being tried";
+  }
   if (!source->second.memory) return source->second.problem;
   serve.direct.emplace(DirectServe{std::move(target), pieces, source->second.memory, to});
   const std::string& by = source->second.by;
@@ -67,16 +90,7 @@ void register_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
                         const std::shared_ptr<OfferState>& offer) {
   serve->plan.reset();  // is made again then, and counted
   serve->registering = true;
-  const auto& peer = serve->peer;
-  const auto& cache = offer->cache;
-  if (!peer->sources.try_emplace(cache->id).second) return;  // is under way
-  if (pin_cache(core, cache, peer, Link::DirectUse::kSource,
-                [&core, peer, id = cache->id](Registered made) {
-                  serve_waiting(core, *peer, id, std::move(made));
-                })) {
-    return;
-  }
-  peer->sources.erase(cache->id);
+  if (register_source(core, serve->peer, offer->cache)) return;
   refuse(core, serve, {StatusCode::kClosed, "agent '" + core.options.name + "' is closing"});
 }
 

@@ -13,6 +13,7 @@
 #include "device/gpu_event.h"
 #include "device/gpu_runtime.h"
 #include "engine/gpu_arena.h"
+#include "engine/gpu_trials.h"
 #include "kvxfer/agent.h"
 #include "pack/gpu_packer.h"
 
@@ -29,15 +30,9 @@ struct GpuDevice {
   std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
   std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
   uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
-  // Ways to register its memory for adapters that were tried on scratch memory, with what is wrong
-  // with them, if anything. For the registrar's thread only.
-  struct Trial {
-    std::string problem;
-    TimePoint until = kNever;  // after which it is tried anew
-  };
-  std::map<std::pair<GpuDirect, Link::DirectUse>, Trial> tried;
-  // That memory, for that thread; made at the first trial. It stays, for to free memory waits for
-  // all that runs on the device.
+  GpuTrials trials;
+  // Memory for them, for the registrar's thread only; made at the first one. It stays, for to free
+  // memory waits for all that runs on the device.
   std::unique_ptr<GpuLane> scratch;
 
   // For producers on this host; made at the first call, which takes the device's time. Throws

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -20,57 +19,63 @@ namespace {
 // an allocator cut out of a larger piece. A registration that forgets the offset fails there.
 constexpr size_t kScratch = 5u << 20, kBegin = (2u << 20) - 12'848, kBytes = (2u << 20) + 30'000;
 constexpr double kTrySeconds = 5, kProbeSeconds = 2, kReadBackSeconds = 1;
-// A failure may be over then. It takes seconds to find out that it is not, on a thread that others
-// wait for, too.
-constexpr Duration kBetweenTrials = std::chrono::minutes(1);
 
 const char* name_of(GpuDirect way) {
   return way == GpuDirect::kDmaBuf ? "by dma-buf" : "by peer memory";
 }
 
-// Descriptors of the allocations that spans lie in, until they are registered.
-class Exports {
- public:
-  Exports(GpuRuntime& runtime, GpuDirect way) : runtime_(runtime), way_(way) {}
-
-  // Throws where that is not one allocation of a device: managed memory moves.
-  DirectSpan add(std::span<std::byte> memory) {
-    const auto found = runtime_.find_memory(memory.data());
-    if (!found || found->kind != GpuMemory::Kind::kDevice) {
-      throw Error(StatusCode::kNoResources,
-                  !found ? "memory of the cache was freed"
-                         : "the memory is managed, or the host's: adapters reach only what stays "
-                           "on a device");
-    }
-    const uint64_t before = reinterpret_cast<uintptr_t>(memory.data()) - found->base;
-    if (memory.size() > found->bytes - before) {
-      throw Error(StatusCode::kNoResources,
-                  "an array of the cache reaches over the end of an allocation of " +
-                      std::to_string(found->bytes) +
-                      " bytes: let the allocator make it in one (torch: without "
-                      "expandable_segments)");
-    }
-    if (way_ == GpuDirect::kPeerMemory) return {memory, true};
-    auto known = dmabufs_.find(found->base);
-    if (known == dmabufs_.end()) {
-      known =
-          dmabufs_.emplace(found->base, runtime_.export_dmabuf(found->base, found->bytes)).first;
-    }
-    return {memory, true, known->second.fd.get(), known->second.offset + before};
-  }
-
- private:
-  GpuRuntime& runtime_;
-  const GpuDirect way_;
-  std::map<uint64_t, DmaBuf> dmabufs_;  // by the base of their allocations
+// What of an allocation is registered: from the first span in it to the last.
+struct Exported {
+  uint64_t begin = UINT64_MAX, end = 0;
+  DmaBuf dmabuf;  // its descriptor lasts until all of them are registered
 };
+
+// By the base of the allocation that all of it lies in. Throws where that is not one, and where it
+// is not memory of a device: managed memory moves.
+uint64_t allocation_of(GpuRuntime& runtime, std::span<std::byte> memory) {
+  const auto found = runtime.find_memory(memory.data());
+  if (!found || found->kind != GpuMemory::Kind::kDevice) {
+    throw Error(StatusCode::kNoResources,
+                !found ? "memory of the cache was freed"
+                       : "the memory is managed, or the host's: adapters reach only what stays "
+                         "on a device");
+  }
+  const uint64_t before = reinterpret_cast<uintptr_t>(memory.data()) - found->base;
+  if (memory.size() > found->bytes - before) {
+    throw Error(StatusCode::kNoResources,
+                "an array of the cache reaches over the end of an allocation of " +
+                    std::to_string(found->bytes) +
+                    " bytes: let the allocator make it in one (torch: without "
+                    "expandable_segments)");
+  }
+  return found->base;
+}
 
 std::shared_ptr<DirectMemory> register_spans(GpuRuntime& runtime, GpuDirect way, Link& link,
                                              std::span<const std::span<std::byte>> memory,
                                              Link::DirectUse use) {
-  Exports exports(runtime, way);
+  std::map<uint64_t, Exported> exports;
+  std::vector<Exported*> exported;
+  for (const auto& part : memory) {
+    Exported& all = exports[allocation_of(runtime, part)];
+    const auto begin = reinterpret_cast<uintptr_t>(part.data());
+    all.begin = std::min<uint64_t>(all.begin, begin);
+    all.end = std::max<uint64_t>(all.end, begin + part.size());
+    exported.push_back(&all);
+  }
+  if (way == GpuDirect::kDmaBuf) {
+    for (auto& [base, all] : exports) {
+      all.dmabuf = runtime.export_dmabuf(all.begin, all.end - all.begin);
+    }
+  }
   std::vector<DirectSpan> spans;
-  for (const auto& part : memory) spans.push_back(exports.add(part));
+  for (size_t i = 0; i < memory.size(); ++i) {
+    DirectSpan& span = spans.emplace_back(DirectSpan{memory[i], true});
+    if (way != GpuDirect::kDmaBuf) continue;
+    span.dmabuf = exported[i]->dmabuf.fd.get();
+    span.offset = exported[i]->dmabuf.offset +
+                  (reinterpret_cast<uintptr_t>(memory[i].data()) - exported[i]->begin);
+  }
   auto made = link.register_memory(spans, use);
   if (!made)
     throw Error(StatusCode::kNoResources, std::string(link.transport()) + " registers none");
@@ -161,15 +166,16 @@ void exercise(GpuRuntime& runtime, int device, GpuDirect way, Link& link, Link::
   }
 }
 
-// Whether a way works on this device, tried where that is not known. Throws with what is wrong.
+// Whether a way works on this device, tried where that is not known. Throws with what is wrong: it
+// takes seconds to find that out again, on a thread that others wait for, too, so for a while that
+// is taken to last.
 void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& link,
              Link::DirectUse use) {
   GpuDevice& gpu = *cache.gpu;
-  const auto key = std::pair(way, use);
-  const auto known = gpu.tried.find(key);
-  if (known != gpu.tried.end() && Clock::now() < known->second.until) {
-    if (known->second.problem.empty()) return;
-    throw Error(StatusCode::kNoResources, known->second.problem);
+  const GpuTrials::Key key{way, use, link.adapters()};
+  if (const auto problem = gpu.trials.find(key)) {
+    if (problem->empty()) return;
+    throw Error(StatusCode::kNoResources, *problem);
   }
   GpuRuntime& runtime = *gpu.runtime;
   const CurrentDevice current(runtime, cache.place->device);
@@ -181,11 +187,11 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
           kHurried);
     }
     exercise(runtime, cache.place->device, way, link, use, *gpu.scratch);
-    gpu.tried[key] = {};
+    gpu.trials.put(key, "", kNever);
   } catch (const std::exception& error) {  // also std::bad_alloc
     const bool wrong = dynamic_cast<const WrongBytes*>(&error) != nullptr;
-    const TimePoint later = Clock::now() + kBetweenTrials;
-    gpu.tried[key] = {error.what(), wrong ? kNever : later};
+    const TimePoint later = Clock::now() + to_duration(core.options.gpu_direct_retry);
+    gpu.trials.put(key, error.what(), wrong ? kNever : later);
     if (!gpu.scratch) throw;
     try {  // what was told to the device may still run
       if (!gpu.scratch->stuck()) gpu.scratch->finish();
@@ -193,7 +199,7 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
       gpu.scratch->abandon();
     }
     if (gpu.scratch->stuck()) {
-      gpu.tried[key].until = kNever;
+      gpu.trials.put(key, error.what(), kNever);
       static_cast<void>(gpu.scratch.release());  // freeing it would wait for the device
     }
     throw;

@@ -127,6 +127,16 @@ void distrust_gpu_slots(const Part& part) {
                             "host's memory until it is connected anew";
 }
 
+// What adapters wrote into a GPU could not be settled, and no digest would tell whether it is
+// there. As when a rail is lost, that would happen to later fetches over that link, too, so they
+// are staged. The memory stays registered: other fetches may be under way.
+void distrust_direct(const Part& part, const Status& status) {
+  const auto target = part.peer->targets.find(part.fetch->cache->id);
+  if (target == part.peer->targets.end()) return;
+  target->second.problem =
+      "what was written straight into the GPU's memory could not be settled: " + status.message;
+}
+
 // A chunk that will not be unpacked any more: its fetch ended while it waited for the caller's GPU.
 bool drop_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire::Commit& commit) {
   Guard guard(core);
@@ -156,6 +166,9 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
   if (status.code == StatusCode::kCorrupt) {
     ++core.counters.digest_errors;
     if (part->gpu) distrust_gpu_slots(*part);
+  }
+  if (!status.ok() && part->direct && fetch->cache->gpu && !core.options.digest) {
+    distrust_direct(*part, status);
   }
   if (fetch->ending) {
     complete(core, fetch);

@@ -197,7 +197,8 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
     part.peer->link->send(wire::Memory{message.cache_id, target.memory->keys()}.encode());
   }
   wire::FetchDirect direct{std::move(message), wire::FetchDirect::kAuto, spec.table.blocks};
-  if (core.options.path == Path::kDirect) direct.path = wire::FetchDirect::kDirect;
+  if (core.options.path == Path::kDirect || spec.gpu_direct_only)
+    direct.path = wire::FetchDirect::kDirect;
   direct.blocks.resize(blocks_used(part));
   part.peer->link->send(direct.encode());
 }

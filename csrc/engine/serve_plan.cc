@@ -282,8 +282,8 @@ CopyPlan consumers_plan(const Serve& serve, const CacheLayout& theirs,
 
 }  // namespace
 
-std::optional<wire::Bytes> accept_fetch(const AgentCore& core, Serve& serve,
-                                        const OfferState& offer, const CacheLayout& theirs) {
+std::optional<wire::Bytes> accept_fetch(AgentCore& core, Serve& serve, const OfferState& offer,
+                                        const CacheLayout& theirs) {
   check_fit(core, serve.request, offer, theirs);
   check_request(serve.request);
   const wire::Fetch& request = serve.request;

@@ -36,7 +36,8 @@ bool CommonRuns::next(Piece& piece) {
   return true;
 }
 
-std::vector<std::span<std::byte>> extents(const CacheLayout& layout) {
+std::vector<std::span<std::byte>> extents(const CacheLayout& layout,
+                                          const std::set<const std::byte*>& borders) {
   std::vector<std::span<std::byte>> found;
   const auto last = [](uint32_t count, int64_t stride) {
     return static_cast<uint64_t>(count - 1) * static_cast<uint64_t>(stride);
@@ -55,12 +56,13 @@ std::vector<std::span<std::byte>> extents(const CacheLayout& layout) {
             [](const auto& a, const auto& b) { return a.data() < b.data(); });
   std::vector<std::span<std::byte>> merged;
   for (const auto& extent : found) {
-    if (merged.empty() || extent.data() > merged.back().data() + merged.back().size()) {
+    std::byte* const before =
+        merged.empty() ? nullptr : merged.back().data() + merged.back().size();
+    if (extent.data() > before || (extent.data() == before && borders.contains(before))) {
       merged.push_back(extent);
       continue;
     }
-    std::byte* const end =
-        std::max(merged.back().data() + merged.back().size(), extent.data() + extent.size());
+    std::byte* const end = std::max(before, extent.data() + extent.size());
     merged.back() = {merged.back().data(), end};
   }
   return merged;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -48,8 +49,10 @@ class CommonRuns {
   Side from_, to_;
 };
 
-// The memory that a cache's views lie in, by address; what touches or overlaps is one.
-std::vector<std::span<std::byte>> extents(const CacheLayout& layout);
+// The memory that a cache's views lie in, by address; what touches or overlaps is one, but for what
+// touches at one of `borders`, as where an allocation ends and another one begins.
+std::vector<std::span<std::byte>> extents(const CacheLayout& layout,
+                                          const std::set<const std::byte*>& borders = {});
 
 }  // namespace kvxfer
 

@@ -117,6 +117,9 @@ TEST_CASE("extents are what views reach, and touching ones are one") {
   REQUIRE(extents(layout).size() == 1);  // they touch
   CHECK(extents(layout)[0].data() == memory.data() + 1000);
   CHECK(extents(layout)[0].size() == 128);
+  REQUIRE(extents(layout, {memory.data() + 1064}).size() == 2);  // but an allocation ends between
+  CHECK(extents(layout, {memory.data() + 1064})[1].data() == memory.data() + 1064);
+  CHECK(extents(layout, {memory.data() + 1000, memory.data() + 1063}).size() == 1);
   layout.views[1].data = memory.data();
   REQUIRE(extents(layout).size() == 2);
   CHECK(extents(layout)[0].data() == memory.data());

@@ -138,6 +138,42 @@ TEST_SUITE("verbs direct" * doctest::skip(real_devices() != nullptr)) {
     for (const auto& written : pair.producer_sink.written) CHECK(written.ok);
   }
 
+  TEST_CASE("pieces go on over borders between registrations that touch, on either side") {
+    SUBCASE("in whole") { narrow(~uint64_t{0}, 1024); }
+    SUBCASE("in pieces") { narrow(8192, 3); }
+    std::mt19937 random(6);
+    VerbsPair pair;
+    pair.start();
+    Bytes from = random_bytes(200'000, 1), to(200'000, kPoison);
+    const auto cut = [&](Bytes& memory) {
+      std::vector<DirectSpan> spans;
+      for (size_t at = 100; at < memory.size() - 100;) {
+        const size_t bytes = std::min(1 + random() % 40'000, memory.size() - 100 - at);
+        spans.push_back({std::span(memory).subspan(at, bytes)});
+        at += bytes;
+      }
+      return spans;
+    };
+    const auto source = pair.producer->register_memory(cut(from), Link::DirectUse::kSource);
+    const auto target = pair.consumer->register_memory(cut(to), Link::DirectUse::kTarget);
+    const auto remote = pair.producer->remote_memory(target->keys());
+    Bytes expected = to;
+    const std::vector<DirectPiece> pieces{{&from[100], 1000, 150'000}, {&from[50'000], 160'000, 9}};
+    for (const DirectPiece& piece : pieces) {
+      std::memcpy(&expected[100 + piece.offset], piece.source, piece.bytes);
+    }
+    pair.producer->write_direct(pieces, source, remote, random_bytes(50, 3), 1);
+    REQUIRE(pair.wait_landed(1));
+    REQUIRE(pair.wait_written(1));
+    CHECK(to == expected);
+    // What is behind the last one is still not theirs.
+    pair.producer->write_direct({{&from[199'890], 0, 11}}, source, remote, {}, 2);
+    REQUIRE(pair.wait_written(2));
+    CHECK(!pair.producer_sink.written[1].ok);
+    pair.close();
+    CHECK(to == expected);
+  }
+
   TEST_CASE("a piece beyond what is registered ends the link, and nothing of the write lands") {
     reset_world();
     for (const int beyond : {0, 1, 2, 3}) {

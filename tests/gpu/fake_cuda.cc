@@ -78,7 +78,9 @@ FAKE int cuDeviceGetAttribute(int* value, int attribute, int) {
 FAKE int cuFlushGPUDirectRDMAWrites(int target, int scope) {
   return call("cuFlushGPUDirectRDMAWrites", [&] {
     if (FakeGpus::current().empty()) return Problem::kInvalidContext;
-    return target == 0 && scope == 100 ? Problem::kNone : Problem::kInvalidValue;
+    if (target != 0 || scope != 100) return Problem::kInvalidValue;
+    gpus().flushed();
+    return Problem::kNone;
   });
 }
 FAKE int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
@@ -152,8 +154,11 @@ FAKE int cuMemGetHandleForAddressRange(void* handle, Address address, size_t byt
     if (type != 1 || flags != 0 || address % page != 0 || bytes % page != 0) {
       return Problem::kInvalidValue;
     }
-    size_t offset = 0;  // of a range that begins with what is behind it
-    return gpus().export_memory(address, bytes, *static_cast<int*>(handle), offset);
+    size_t begin = 0;
+    const int& fd = *static_cast<int*>(handle);
+    const Problem problem = gpus().export_memory(address, bytes, *static_cast<int*>(handle), begin);
+    if (problem == Problem::kNone) ::lseek(fd, static_cast<off_t>(begin), SEEK_SET);
+    return problem;
   });
 }
 FAKE int cuStreamCreate(void** stream, unsigned) {

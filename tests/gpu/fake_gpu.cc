@@ -19,6 +19,7 @@ constexpr char kCode[] = "fake code";  // what load_module() takes
 
 // Memory of a device begins within a page, as small allocations do.
 constexpr size_t kLead = 512;
+constexpr size_t kPool = 512u << 20;  // sparse
 
 size_t page_bytes() { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
 
@@ -149,6 +150,10 @@ void FakeGpus::hold_device(int device, bool held) {
 Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead) {
   if (current().empty()) return Problem::kInvalidContext;
   if (bytes == 0) return Problem::kInvalidValue;
+  if (kind == Kind::kDevice) {
+    const std::lock_guard lock(mutex_);
+    if (adjacent_) return allocate_in_pool(bytes, base);
+  }
   const size_t mapped = whole_pages(lead_of(kind) + bytes);
   int fd = -1;
   if (kind == Kind::kDevice) {
@@ -170,6 +175,32 @@ Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead
   std::memset(address, 0xd5, mapped);
   if (kind == Kind::kDevice) ::mprotect(address, mapped, PROT_NONE);
   memory_[base] = {kind, current().back(), base, bytes, fd, lead};
+  return Problem::kNone;
+}
+
+void FakeGpus::adjacent(bool adjacent) {
+  const std::lock_guard lock(mutex_);
+  adjacent_ = adjacent;
+}
+
+Problem FakeGpus::allocate_in_pool(size_t bytes, uintptr_t& base) {
+  if (pool_used_ == 0) {
+    pool_ = ::memfd_create("fake-gpu-pool", MFD_CLOEXEC);
+    void* pool = pool_ >= 0 && ::ftruncate(pool_, kPool) == 0
+                     ? ::mmap(nullptr, kPool, PROT_NONE, MAP_SHARED, pool_, 0)
+                     : MAP_FAILED;
+    if (pool == MAP_FAILED) return Problem::kOutOfMemory;
+    pool_begin_ = reinterpret_cast<uintptr_t>(pool);
+    pool_used_ = kLead;
+  }
+  if (bytes > kPool - pool_used_) return Problem::kOutOfMemory;
+  base = pool_begin_ + pool_used_;
+  pool_used_ += bytes;
+  Memory& memory = memory_[base] = {Kind::kDevice, current().back(), base, bytes, pool_};
+  memory.from_pool = true;
+  open_memory(true);
+  std::memset(reinterpret_cast<void*>(base), 0xd5, bytes);
+  open_memory(false);
   return Problem::kNone;
 }
 
@@ -229,6 +260,16 @@ Problem FakeGpus::release(uintptr_t base, Kind kind) {
            });
   });
   const Memory& memory = found->second;
+  if (memory.from_pool) {
+    memory_.erase(found);
+    if (std::none_of(memory_.begin(), memory_.end(),
+                     [](const auto& entry) { return entry.second.from_pool; })) {
+      ::munmap(reinterpret_cast<void*>(pool_begin_), kPool);
+      ::close(pool_);
+      pool_used_ = 0;
+    }
+    return Problem::kNone;
+  }
   const size_t lead = lead_of(kind);
   const size_t openers = openers_at(memory.lead, memory.bytes);
   if (memory.fd >= 0 && ::lseek(memory.fd, 0, SEEK_END) > static_cast<off_t>(openers) &&
@@ -243,7 +284,9 @@ Problem FakeGpus::release(uintptr_t base, Kind kind) {
 
 Problem FakeGpus::export_handle(uintptr_t address, IpcHandle& handle) {
   const auto memory = find(address);
-  if (!memory || memory->kind != Kind::kDevice || memory->owner != 0) return Problem::kInvalidValue;
+  if (!memory || memory->kind != Kind::kDevice || memory->owner != 0 || memory->from_pool) {
+    return Problem::kInvalidValue;
+  }
   const size_t size = openers_at(memory->lead, memory->bytes) + page_bytes();
   if (::ftruncate(memory->fd, static_cast<off_t>(size)) != 0) return Problem::kOutOfMemory;
   const HandleOf about{kMagic, ::getpid(), memory->fd, memory->device, memory->lead, memory->bytes};
@@ -328,16 +371,23 @@ std::optional<FakeGpus::Memory> FakeGpus::find(uintptr_t address) {
 Problem FakeGpus::export_memory(uintptr_t address, size_t bytes, int& fd, size_t& offset) {
   const std::lock_guard lock(mutex_);
   for (const auto& [base, memory] : memory_) {
-    const uintptr_t begin = memory.base - lead_of(memory.kind);
+    const uintptr_t begin = memory.from_pool ? pool_begin_ : memory.base - lead_of(memory.kind);
     if (memory.kind != Kind::kDevice || address < begin ||
-        address + bytes > begin + whole_pages(kLead + memory.bytes)) {
+        address + bytes > begin + whole_pages(memory.base - begin + memory.bytes)) {
       continue;
     }
-    fd = ::fcntl(memory.fd, F_DUPFD_CLOEXEC, 0);
+    const std::string path = "/proc/self/fd/" + std::to_string(memory.fd);
+    fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     offset = memory.lead + (address - begin);
     return fd >= 0 ? Problem::kNone : Problem::kOutOfMemory;
   }
   return Problem::kInvalidValue;
+}
+
+void FakeGpus::on_flush(void (*hook)()) { on_flush_ = hook; }
+
+void FakeGpus::flushed() {
+  if (const auto hook = on_flush_.load()) hook();
 }
 
 Problem FakeGpus::create_stream(void*& stream) {
@@ -461,8 +511,12 @@ size_t FakeGpus::open_handles() {
 
 void FakeGpus::open_memory(bool open) {
   for (const auto& [base, memory] : memory_) {
-    if (memory.kind != Kind::kDevice) continue;
+    if (memory.kind != Kind::kDevice || memory.from_pool) continue;
     ::mprotect(reinterpret_cast<void*>(base - kLead), whole_pages(kLead + memory.bytes),
+               open ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+  if (pool_used_ > 0) {
+    ::mprotect(reinterpret_cast<void*>(pool_begin_), kPool,
                open ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
 }
@@ -527,6 +581,12 @@ extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_opened() {
 }
 extern "C" __attribute__((visibility("default"))) uint64_t fake_gpu_early_frees() {
   return kvxfer::fake::FakeGpus::instance().early_frees();
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_adjacent(int adjacent) {
+  kvxfer::fake::FakeGpus::instance().adjacent(adjacent != 0);
+}
+extern "C" __attribute__((visibility("default"))) void fake_gpu_on_flush(void (*hook)()) {
+  kvxfer::fake::FakeGpus::instance().on_flush(hook);
 }
 extern "C" __attribute__((visibility("default"))) void fake_gpu_damage() {
   kvxfer::fake::FakeGpus::instance().damage();

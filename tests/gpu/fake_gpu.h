@@ -52,6 +52,8 @@ class FakeGpus {
     int owner = 0;
     int owners_fd = -1;
     int used_on = 0;
+    // Cut out of what others are cut out of, too: see adjacent().
+    bool from_pool = false;
   };
   using IpcHandle = std::array<std::byte, 64>;
   struct Stream {
@@ -101,6 +103,9 @@ class FakeGpus {
   // `lead`: a multiple of the page, see Memory.
   Problem allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead = 0);
   Problem release(uintptr_t base, Kind kind);
+  // What is allocated on a device from now on follows what was allocated there before, without a
+  // gap; it has no handle for other processes.
+  void adjacent(bool adjacent);
   std::optional<Memory> find(uintptr_t address);
   // Between processes.
   Problem export_handle(uintptr_t address, IpcHandle& handle);
@@ -114,9 +119,13 @@ class FakeGpus {
   // Flips a bit in every 64th byte of the largest allocation, but for its last 64 bytes.
   void damage();
 
-  // The descriptor behind the memory of a device, as a dma-buf, and where in it `address` is. Who
-  // maps it writes where kernels read.
+  // A descriptor of what is behind the memory of a device, which stands at its begin, and where in
+  // it `address` is. Who maps it writes where kernels read.
   Problem export_memory(uintptr_t address, size_t bytes, int& fd, size_t& offset);
+
+  // Calls whoever wants to know that adapters' writes were flushed.
+  void on_flush(void (*hook)());
+  void flushed();
 
   Problem create_stream(void*& stream);
   Problem destroy_stream(void* stream);
@@ -142,6 +151,7 @@ class FakeGpus {
   FakeGpus();
   void run();
   void open_memory(bool open);
+  Problem allocate_in_pool(size_t bytes, uintptr_t& base);
   Stream* find_stream(void* stream);
   Problem disturb_captures();
 
@@ -158,6 +168,11 @@ class FakeGpus {
   std::map<std::string, uint64_t> calls_;
   std::string stalled_;
   bool wrongly_ = false;
+  bool adjacent_ = false;
+  int pool_ = -1;  // the descriptor; as long as something is allocated there
+  uintptr_t pool_begin_ = 0;
+  size_t pool_used_ = 0;
+  std::atomic<void (*)()> on_flush_ = nullptr;
   std::atomic<uint64_t> opened_by_us_ = 0, early_frees_ = 0;
   bool lost_ = false;
   bool all_held_ = false;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import kvxfer
 from kvtest.agents import until
 from kvtest.caches import Geometry, Paged
+from kvxfer import _core
 
 _WAVE = 64
 DEVICES = 2
@@ -42,6 +44,18 @@ def runtimes(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     patch.setenv("KVXFER_HIP_LIBRARY", "libnone.so")
     gpus().given_up = 0  # those of other modules are there before
     yield gpus()
+
+
+@contextlib.contextmanager
+def without_leaks(folder: Path) -> Iterator[Gpus]:
+    """As `runtimes`, for a module of tests; skip where sanitizers can't follow."""
+    if _core.build_info()["sanitize"]:
+        pytest.skip("ASan does not follow fibers between libraries; the C++ tests of GPUs run")
+    with pytest.MonkeyPatch.context() as patch, runtimes(folder, patch) as found:
+        before = found.open_handles() - found.given_up
+        yield found
+        gc.collect()
+        assert found.open_handles() == before + found.given_up
 
 
 @functools.cache
@@ -74,6 +88,19 @@ class Gpus:
     def peer_memory(self) -> object:
         """What a peer-memory module asks about addresses."""
         return self._library.fake_gpu_peer_memory
+
+    def on_flush(self, hook: object | None) -> None:
+        """Have a function of ctypes called when adapters' writes are flushed."""
+        self._library.fake_gpu_on_flush(hook)
+
+    @contextlib.contextmanager
+    def adjacent(self) -> Iterator[None]:
+        """Let allocations follow each other without a gap, as those of pools do."""
+        self._library.fake_gpu_adjacent(1)
+        try:
+            yield
+        finally:
+            self._library.fake_gpu_adjacent(0)
 
     def open_handles(self) -> int:
         return int(self._library.fake_gpu_open_handles())

@@ -8,10 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import kvxfer
+
+if TYPE_CHECKING:
+    from kvtest.fake_gpu import Gpus
 
 DEVICES = ("fake0", "fake1")
 
@@ -56,6 +60,7 @@ def library() -> ctypes.CDLL:
     found.fake_verbs_objects.restype = ctypes.c_uint64
     found.fake_verbs_registrations.restype = ctypes.c_uint64
     found.fake_verbs_fetched_sends.restype = ctypes.c_uint64
+    found.fake_verbs_delayed_gpu_writes.restype = ctypes.c_uint64
     found.fake_verbs_remote_keys.restype = ctypes.c_uint32
     return found
 
@@ -106,6 +111,34 @@ def fail_calls(function: str, error: int, skip: int = 0, times: int = 1) -> None
 def lose_gpu_writes(lose: bool) -> None:
     """Let registrations of GPU memory look all right, and lead nowhere."""
     library().fake_verbs_lose_gpu_writes(lose)
+
+
+def forget_offsets(forget: bool) -> None:
+    """Let registrations of dma-bufs begin where those do, wherever the memory is in them."""
+    library().fake_verbs_forget_offsets(forget)
+
+
+def land_gpu_writes() -> object:
+    """Return what lets delayed writes land, for who flushes them: a function of ctypes."""
+    return library().fake_verbs_land_gpu_writes
+
+
+def delayed_gpu_writes() -> int:
+    """Return how many are on their way."""
+    return library().fake_verbs_delayed_gpu_writes()
+
+
+@contextmanager
+def delayed(gpus: Gpus) -> Iterator[None]:
+    """Let adapters' writes into GPU memory not be there until they are flushed, or read back."""
+    gpus.on_flush(land_gpu_writes())
+    library().fake_verbs_delay_gpu_writes(True)
+    try:
+        yield
+    finally:
+        library().fake_verbs_delay_gpu_writes(False)
+        library().fake_verbs_land_gpu_writes()
+        gpus.on_flush(None)
 
 
 def flip_writes(times: int) -> None:

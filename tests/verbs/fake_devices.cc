@@ -168,6 +168,12 @@ static int map_memory(const World& all, Mr& mr, int fd, size_t offset) {
   return 0;
 }
 
+// A dma-buf begins where its descriptor stands in what is behind it.
+static int map_dmabuf(const World& all, Mr& mr, const fake_verbs::Registration& asked) {
+  const auto begin = static_cast<size_t>(::lseek(asked.fd, 0, SEEK_CUR));
+  return map_memory(all, mr, asked.fd, begin + (all.forget_offsets ? 0 : asked.offset));
+}
+
 // The same for an address that may be a GPU's.
 static int map_address(const World& all, Mr& mr) {
   if (is_readable(mr.addr)) return 0;
@@ -197,8 +203,7 @@ static ibv::Mr* register_memory(ibv::Pd* pd, void* address, fake_verbs::Registra
   mr->pd = pd;
   mr->addr = address;
   mr->length = asked.length;
-  const int error =
-      asked.fd >= 0 ? map_memory(all, *mr, asked.fd, asked.offset) : map_address(all, *mr);
+  const int error = asked.fd >= 0 ? map_dmabuf(all, *mr, asked) : map_address(all, *mr);
   if (error != 0) {
     delete mr;
     return fail<ibv::Mr>(error);
@@ -229,6 +234,7 @@ int ibv_dereg_mr(ibv::Mr* raw) {
   const std::lock_guard lock(all.mutex);
   auto* mr = static_cast<Mr*>(raw);
   all.mrs.erase(mr);
+  all.land([&](const DelayedWrite& write) { return write.mr == mr; });
   if (mr->mapped != nullptr) ::munmap(mr->mapped, mr->mapped_bytes);
   delete mr;
   return 0;

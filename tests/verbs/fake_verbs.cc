@@ -158,6 +158,30 @@ void lose_gpu_writes(bool lose) {
   all.lose_gpu_writes = lose;
 }
 
+void forget_offsets(bool forget) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.forget_offsets = forget;
+}
+
+void delay_gpu_writes(bool delay) {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.delay_gpu_writes = delay;
+}
+
+void land_gpu_writes() {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  all.land([](const DelayedWrite&) { return true; });
+}
+
+size_t delayed_gpu_writes() {
+  World& all = world();
+  const std::lock_guard lock(all.mutex);
+  return all.delayed.size();
+}
+
 void flip_writes(uint32_t times) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
@@ -262,6 +286,14 @@ void fake_verbs_set_max_mr_size(uint64_t bytes) {
 }
 
 void fake_verbs_lose_gpu_writes(bool lose) { fake_verbs::lose_gpu_writes(lose); }
+
+void fake_verbs_forget_offsets(bool forget) { fake_verbs::forget_offsets(forget); }
+
+void fake_verbs_delay_gpu_writes(bool delay) { fake_verbs::delay_gpu_writes(delay); }
+
+void fake_verbs_land_gpu_writes() { fake_verbs::land_gpu_writes(); }
+
+uint64_t fake_verbs_delayed_gpu_writes() { return fake_verbs::delayed_gpu_writes(); }
 
 void fake_verbs_flip_writes(uint32_t times) { fake_verbs::flip_writes(times); }
 

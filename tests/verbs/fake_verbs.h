@@ -84,6 +84,13 @@ void lose_acknowledgements(const std::string& device, bool lose);
 
 // Registrations of GPU memory from now on look all right, and lead to memory that nobody sees.
 void lose_gpu_writes(bool lose);
+// What registrations of dma-bufs from now on are told of where in them memory begins is forgotten.
+void forget_offsets(bool forget);
+// While set, what adapters write into GPU memory is on its way, and acknowledged, but not there:
+// not before land_gpu_writes(), or that adapter reads from GPU memory, or its registration ends.
+void delay_gpu_writes(bool delay);
+void land_gpu_writes();
+size_t delayed_gpu_writes();
 // In each of the next `times` RDMA writes a bit is flipped on its way.
 void flip_writes(uint32_t times);
 // What a peer-memory module knows of an address: a descriptor of what is there, which the caller
@@ -132,6 +139,10 @@ void fake_verbs_hold_sends(bool hold);
 void fake_verbs_hold_registrations(bool hold);
 void fake_verbs_set_max_mr_size(uint64_t bytes);  // of devices that are opened from now on
 void fake_verbs_lose_gpu_writes(bool lose);
+void fake_verbs_forget_offsets(bool forget);
+void fake_verbs_delay_gpu_writes(bool delay);
+void fake_verbs_land_gpu_writes();
+uint64_t fake_verbs_delayed_gpu_writes();
 void fake_verbs_flip_writes(uint32_t times);
 void fake_verbs_set_peer_memory(fake_verbs::PeerMemory find);
 void fake_verbs_lose_acknowledgements(const char* device, bool lose);

@@ -56,6 +56,8 @@ void World::forget_faults() {
   mute.clear();
   held.clear();
   hold_completions = hold_sends = hold_registrations = lose_gpu_writes = false;
+  forget_offsets = delay_gpu_writes = false;
+  land([](const DelayedWrite&) { return true; });
   flips = 0;
   peer_memory = nullptr;
   retry = std::chrono::milliseconds(50);
@@ -134,6 +136,14 @@ void World::add_event(Context& context, ibv::AsyncEvent event) {
   signal(context.async_fd);
 }
 
+void World::land(const std::function<bool(const DelayedWrite&)>& which) {
+  std::erase_if(delayed, [&](const DelayedWrite& write) {
+    if (!which(write)) return false;
+    std::memcpy(write.to, write.bytes.data(), write.bytes.size());
+    return true;
+  });
+}
+
 Qp* World::peer_of(const Qp& qp) {
   const auto found = qps.find(qp.attr.dest_qp_num);
   if (found == qps.end() || !port_of(qp).active) return nullptr;
@@ -177,6 +187,8 @@ std::optional<Bytes> World::gather(Qp& qp, const Request& request) {
   for (const ibv::Sge& where : request.where) {
     const Mr* mr = find_mr(where.lkey, false, qp.pd, where.addr, where.length);
     if (!mr) return std::nullopt;
+    // A read pushes the adapter's writes ahead of it.
+    if (mr->mapped) land([&](const DelayedWrite& write) { return write.by == qp.facts; });
     const auto* from = static_cast<const std::byte*>(mr->addr) + (where.addr - mr->iova);
     all.insert(all.end(), from, from + where.length);
   }
@@ -220,8 +232,12 @@ bool World::step(Qp& qp, Clock::time_point now) {
         --flips;
         data->back() ^= std::byte{0x10};
       }
-      std::memcpy(static_cast<std::byte*>(mr->addr) + (request.wr.remote_addr - mr->iova),
-                  data->data(), data->size());
+      auto* to = static_cast<std::byte*>(mr->addr) + (request.wr.remote_addr - mr->iova);
+      if (delay_gpu_writes && mr->mapped) {
+        delayed.push_back({mr, peer->facts, to, *data});
+      } else {
+        std::memcpy(to, data->data(), data->size());
+      }
     }
   } else {
     const auto [id, where] = peer->receives.front();

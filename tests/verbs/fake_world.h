@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -66,6 +67,14 @@ struct Mr : ibv::Mr {
   size_t mapped_bytes = 0;
 };
 
+// Of an adapter into a GPU's memory, on its way.
+struct DelayedWrite {
+  const Mr* mr = nullptr;
+  const fake_verbs::Device* by = nullptr;
+  std::byte* to = nullptr;
+  Bytes bytes;
+};
+
 struct Request {
   ibv::SendWr wr{};
   std::vector<ibv::Sge> where;
@@ -114,6 +123,8 @@ class World {
   void complete_receive(Qp& qp, uint64_t wr_id, ibv::WcStatus status, uint32_t bytes);
   void to_error(Qp& qp, ibv::WcStatus first = ibv::kFlushed);
   void add_event(Context& context, ibv::AsyncEvent event);
+  // Of the delayed writes, those are there now.
+  void land(const std::function<bool(const DelayedWrite&)>& which);
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -128,7 +139,8 @@ class World {
   std::map<uint32_t, Qp*> qps;
   std::vector<std::pair<ibv::Cq*, Completion>> held;
   bool hold_completions = false, hold_sends = false, hold_registrations = false;
-  bool lose_gpu_writes = false;
+  bool lose_gpu_writes = false, forget_offsets = false, delay_gpu_writes = false;
+  std::deque<DelayedWrite> delayed;
   uint32_t flips = 0;  // RDMA writes that are yet to be damaged
   fake_verbs::PeerMemory peer_memory = nullptr;
   std::set<std::string> mute;  // devices whose sends are not acknowledged

@@ -86,6 +86,8 @@ struct AgentOptions {
   bool digest = true;
   Path path = Path::kStaged;
   GpuDirect gpu_direct = GpuDirect::kAuto;
+  // Seconds after which a way to reach a GPU's memory that failed on trial is tried again.
+  double gpu_direct_retry = 60.0;
   // Fetches that would be staged are refused, of caches on GPUs.
   bool gpu_direct_only = false;
   bool lock_arena = false;  // mlock(); fails when RLIMIT_MEMLOCK is too small
@@ -266,6 +268,8 @@ class Agent {
   CacheId register_cache(const CacheLayout& layout, bool on_gpu = false);
   // Throws Error(kInvalid) while offers or fetches use it. Waits until it is pinned nowhere.
   void unregister_cache(CacheId cache);
+  // PCI addresses, as sysfs has them, of the GPUs that hold registered caches: each once, in order.
+  std::vector<std::string> gpus() const;
 
   Offer offer(const OfferSpec& spec);
   // The promised offer will not be made: fetches that wait for it, and later ones, are refused with

@@ -134,6 +134,8 @@ class Link {
   // The direct path, of transports that have one: from any memory of ours into any of the peer's
   // that it has registered and told us the keys of.
   virtual bool direct() const { return false; }
+  // The adapters that it registers memory with, for people, and to compare links by.
+  virtual std::string adapters() const { return {}; }
   // Registers pieces of memory, in order of their addresses, for this peer to write into or for us
   // to send from. Takes long: not to be called with a lock held. Throws Error(kNoResources). Null
   // where there is no direct path.
@@ -147,8 +149,8 @@ class Link {
       [[maybe_unused]] std::span<const std::byte> keys) {
     return nullptr;
   }
-  // As write(), piece by piece; both memories are of this link. A piece that does not lie within
-  // one registered piece on each side ends the link. Called only where direct() is true.
+  // As write(), piece by piece; both memories are of this link. A piece that is not
+  // registered on either side ends the link. Called only where direct() is true.
   virtual void write_direct([[maybe_unused]] std::vector<DirectPiece> pieces,
                             [[maybe_unused]] std::shared_ptr<DirectMemory> from,
                             [[maybe_unused]] std::shared_ptr<RemoteMemory> to,

@@ -43,27 +43,35 @@ std::vector<std::byte> LocalMemory::keys() const {
   return out.take();
 }
 
-const VerbsMemory* LocalMemory::find(const std::byte* address, uint64_t bytes) const {
+const VerbsMemory* LocalMemory::find(const std::byte* address) const {
   const auto after = std::upper_bound(
       parts_.begin(), parts_.end(), address,
       [](const std::byte* at, const auto& part) { return at < part->memory().data(); });
   if (after == parts_.begin()) return nullptr;
   const VerbsMemory& part = **std::prev(after);
-  const auto offset = static_cast<uint64_t>(address - part.memory().data());
-  const uint64_t size = part.memory().size();
-  return offset < size && bytes <= size - offset ? &part : nullptr;
+  return address < part.memory().data() + part.memory().size() ? &part : nullptr;
 }
 
-const VerbsMemory& LocalMemory::part_of(const std::byte* address, uint64_t bytes) const {
-  const VerbsMemory* part = find(address, bytes);
-  if (part == nullptr) throw Error(StatusCode::kInvalid, "bytes that are not registered");
-  return *part;
+bool LocalMemory::holds(const std::byte* address, uint64_t bytes) const {
+  while (const VerbsMemory* part = find(address)) {
+    const auto left =
+        static_cast<uint64_t>(part->memory().data() + part->memory().size() - address);
+    if (bytes <= left) return true;
+    address += left;
+    bytes -= left;
+  }
+  return false;
+}
+
+void LocalMemory::check_registered(const std::byte* address, uint64_t bytes) const {
+  if (!holds(address, bytes)) throw Error(StatusCode::kInvalid, "bytes that are not registered");
 }
 
 void LocalMemory::put(size_t adapter, std::byte* to, std::span<const std::byte> bytes,
                       double seconds) const {
-  const VerbsMemory& part = part_of(to, bytes.size());
+  check_registered(to, bytes.size());
   while (!bytes.empty()) {
+    const VerbsMemory& part = part_of(to);
     const auto now = bytes.first(std::min<uint64_t>(bytes.size(), part.piece_left(to)));
     loopbacks_->put(adapter, part.remote_address(to), part.rkey(adapter, to), now, seconds);
     bytes = bytes.subspan(now.size());
@@ -73,8 +81,9 @@ void LocalMemory::put(size_t adapter, std::byte* to, std::span<const std::byte> 
 
 void LocalMemory::get(size_t adapter, const std::byte* from, std::span<std::byte> bytes,
                       double seconds) const {
-  const VerbsMemory& part = part_of(from, bytes.size());
+  check_registered(from, bytes.size());
   while (!bytes.empty()) {
+    const VerbsMemory& part = part_of(from);
     const auto now = bytes.first(std::min<uint64_t>(bytes.size(), part.piece_left(from)));
     loopbacks_->get(adapter, part.remote_address(from), part.lkey(adapter, from), now, seconds);
     bytes = bytes.subspan(now.size());
@@ -131,10 +140,15 @@ const Target::Region* Target::find(uint64_t offset) const {
 }
 
 bool Target::holds(uint64_t offset, uint64_t bytes) const {
-  const Region* region = find(offset);
-  if (!region) return false;
-  const uint64_t into = offset - region->offset;
-  return into <= region->bytes && bytes <= region->bytes - into;
+  while (const Region* region = find(offset)) {
+    const uint64_t into = offset - region->offset;
+    if (into >= region->bytes) return false;
+    const uint64_t left = region->bytes - into;
+    if (bytes <= left) return true;
+    offset += left;
+    bytes -= left;
+  }
+  return false;
 }
 
 }  // namespace kvxfer::ibv

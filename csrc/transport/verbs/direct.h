@@ -1,6 +1,7 @@
 #ifndef KVXFER_TRANSPORT_VERBS_DIRECT_H_
 #define KVXFER_TRANSPORT_VERBS_DIRECT_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,11 +34,14 @@ class LocalMemory final : public DirectMemory {
   void get(size_t adapter, const std::byte* from, std::span<std::byte> bytes,
            double seconds) const override;
 
-  // The registration that holds all of it, or null.
-  const VerbsMemory* find(const std::byte* address, uint64_t bytes) const;
+  // Whether all of it is registered, in one part or in several that touch.
+  bool holds(const std::byte* address, uint64_t bytes) const;
+  // The part that an address is in, which has to be in one.
+  const VerbsMemory& part_of(const std::byte* address) const { return *find(address); }
 
  private:
-  const VerbsMemory& part_of(const std::byte* address, uint64_t bytes) const;
+  const VerbsMemory* find(const std::byte* address) const;
+  void check_registered(const std::byte* address, uint64_t bytes) const;
 
   const std::vector<std::shared_ptr<VerbsMemory>> parts_;
   const std::shared_ptr<Loopbacks> loopbacks_;
@@ -53,12 +57,15 @@ class Target final : public RemoteMemory {
   // Error(kProtocol).
   Target(std::span<const std::byte> keys, size_t rails);
 
+  // Whether all of it is registered, in one region or in several that touch.
   bool holds(uint64_t offset, uint64_t bytes) const;
 
   // Of a place that it holds: as remote address; bytes to the end of its piece; the key.
   uint64_t address(uint64_t offset) const { return base_ + offset; }
   uint64_t piece_left(uint64_t offset) const {
-    return piece_bytes_ - (offset - find(offset)->offset) % piece_bytes_;
+    const Region& region = *find(offset);
+    const uint64_t into = offset - region.offset;
+    return std::min(piece_bytes_ - into % piece_bytes_, region.bytes - into);
   }
   uint32_t rkey(size_t rail, uint64_t offset) const {
     const Region& region = *find(offset);

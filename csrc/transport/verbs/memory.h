@@ -1,6 +1,7 @@
 #ifndef KVXFER_TRANSPORT_VERBS_MEMORY_H_
 #define KVXFER_TRANSPORT_VERBS_MEMORY_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -48,7 +49,8 @@ class VerbsMemory {
   }
   // Bytes from `address` to the end of its piece.
   uint64_t piece_left(const std::byte* address) const {
-    return piece_bytes_ - static_cast<uint64_t>(address - memory_.data()) % piece_bytes_;
+    const auto into = static_cast<uint64_t>(address - memory_.data());
+    return std::min(piece_bytes_ - into % piece_bytes_, memory_.size() - into);
   }
   std::vector<uint32_t> rkeys(size_t nic) const;
 

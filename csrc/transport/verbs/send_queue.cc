@@ -32,7 +32,7 @@ bool SendQueue::build(SendWr& request, Sge& where, uint64_t number) {
     const DirectPiece& piece = stripe.pieces[entry.piece];
     const std::byte* from = piece.source + entry.written;
     const uint64_t to = piece.offset + entry.written;
-    const VerbsMemory& memory = *write.from->find(from, piece.bytes - entry.written);
+    const VerbsMemory& memory = write.from->part_of(from);
     const uint64_t size = std::min({piece.bytes - entry.written, uint64_t{qp_.max_message()},
                                     memory.piece_left(from), write.to->piece_left(to)});
     where = {reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size),

@@ -112,7 +112,7 @@ void VerbsLink::write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<Di
   for (const DirectPiece& piece : pieces) {
     if (!problem.empty()) break;
     size += piece.bytes;
-    if (!write->from->find(piece.source, piece.bytes) ||
+    if (!write->from->holds(piece.source, piece.bytes) ||
         !write->to->holds(piece.offset, piece.bytes) || size > kMaxWrite) {
       problem = "a direct write of " + std::to_string(piece.bytes) + " bytes at " +
                 std::to_string(piece.offset) + " that reaches over the end of registered memory";
@@ -124,6 +124,12 @@ void VerbsLink::write_direct(std::vector<DirectPiece> pieces, std::shared_ptr<Di
 std::shared_ptr<DirectMemory> VerbsLink::register_memory(std::span<const DirectSpan> memory,
                                                          DirectUse use) {
   return fabric_->register_direct(memory, use);
+}
+
+std::string VerbsLink::adapters() const {
+  std::string names;
+  for (const auto& nic : fabric_->nics) names += (names.empty() ? "" : ", ") + nic->name;
+  return names;
 }
 
 std::shared_ptr<RemoteMemory> VerbsLink::remote_memory(std::span<const std::byte> keys) {

@@ -43,6 +43,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
              uint64_t token) override;
 
   bool direct() const override { return true; }
+  std::string adapters() const override;
   std::shared_ptr<DirectMemory> register_memory(std::span<const DirectSpan> memory,
                                                 DirectUse use) override;
   std::shared_ptr<RemoteMemory> remote_memory(std::span<const std::byte> keys) override;
