@@ -95,13 +95,16 @@ struct DeleteWithoutGil {
 };
 
 VerbsOptions make_options(const std::vector<std::string>& devices, int gid_index,
-                          uint32_t queue_pairs, uint8_t traffic_class, const std::string& near_to) {
+                          uint32_t queue_pairs, uint8_t traffic_class, const std::string& near_to,
+                          const std::vector<std::string>& gpus, const std::string& sysfs) {
   VerbsOptions options;
   options.devices = devices;
   options.gid_index = gid_index;
   options.queue_pairs = queue_pairs;
   options.traffic_class = traffic_class;
   options.near_to = near_to;
+  options.gpus = gpus;
+  options.sysfs = sysfs;
   return options;
 }
 
@@ -110,7 +113,8 @@ VerbsOptions make_options(const std::vector<std::string>& devices, int gid_index
 void register_verbs(py::module_& module) {
   py::class_<VerbsOptions>(module, "VerbsOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("devices"), py::arg("gid_index"),
-           py::arg("queue_pairs"), py::arg("traffic_class"), py::arg("near_to"));
+           py::arg("queue_pairs"), py::arg("traffic_class"), py::arg("near_to"), py::arg("gpus"),
+           py::arg("sysfs"));
 
   py::class_<VerbsRail>(module, "VerbsRail")
       .def_readonly("device", &VerbsRail::device)

@@ -605,6 +605,8 @@ class VerbsOptions:
         queue_pairs: int,
         traffic_class: int,
         near_to: str,
+        gpus: Sequence[str],
+        sysfs: str,
     ) -> None: ...
 
 class VerbsRail:

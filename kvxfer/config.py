@@ -249,7 +249,8 @@ class Config:
         "KVXFER_VERBS_NEAR",
         None,
         "name",
-        "use the RDMA ports nearest to a GPU's PCI address (0000:c1:00.0) or a NUMA node (numa:1)",
+        "of the RDMA ports use those nearest to a PCI address (0000:c1:00.0), a NUMA node (numa:1) "
+        "or the GPUs that hold caches (gpu: the default without verbs_devices); any: all",
     )
     verbs_gid_index: int = _knob(
         "KVXFER_VERBS_GID_INDEX", -1, "index", "GID of every RDMA port; -1: chosen for each peer"

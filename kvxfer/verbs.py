@@ -8,23 +8,40 @@ from typing import TYPE_CHECKING
 from kvxfer.errors import Error, ResourceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvxfer import _core
     from kvxfer.config import Config
 
 
-def _options(config: Config | None) -> _core.VerbsOptions:
+# Where adapters and GPUs are looked up.
+_SYSFS = "/sys"
+# What `verbs_near` may be besides a place.
+_GPU, _ANY = "gpu", "any"
+
+
+def _options(config: Config | None, gpus: Sequence[str] = ()) -> _core.VerbsOptions:
     from kvxfer import _core  # only here: importing kvxfer loads no native code
 
     if config is None:
         return _core.VerbsOptions(
-            devices=[], gid_index=-1, queue_pairs=2, traffic_class=0, near_to=""
+            devices=[],
+            gid_index=-1,
+            queue_pairs=2,
+            traffic_class=0,
+            near_to="",
+            gpus=[],
+            sysfs=_SYSFS,
         )
+    near = config.verbs_near or ""
     return _core.VerbsOptions(
         devices=[name.strip() for name in (config.verbs_devices or "").split(",") if name.strip()],
         gid_index=config.verbs_gid_index,
         queue_pairs=config.verbs_queue_pairs,
         traffic_class=config.verbs_traffic_class,
-        near_to=config.verbs_near or "",
+        near_to="" if near in (_GPU, _ANY) else near,
+        gpus=gpus,
+        sysfs=_SYSFS,
     )
 
 
@@ -56,6 +73,9 @@ def rail_text(rail: _core.VerbsRail) -> str:
 class Adapters:
     """The adapters of one agent, opened when the first peer wants them and kept until `close`.
 
+    They are those near to the GPUs that hold its caches. When those are others, the next peer gets
+    others; connections keep what they have.
+
     Parameters
     ----------
     core, config
@@ -66,6 +86,7 @@ class Adapters:
         self._core, self._config = core, config
         self._lock = threading.Lock()
         self._verbs: _core.Verbs | None = None
+        self._gpus: list[str] = []  # that those are near to
 
     def problem(self) -> str | None:
         """Return why none can be used at this moment, or None."""
@@ -86,13 +107,20 @@ class Adapters:
         Error
             No adapter can be used, or memory cannot be registered with one.
         """
+        gpus = self._core.gpus() if self._wants_near_gpus() else []
         with self._lock:
-            if self._verbs is None:
+            if self._verbs is None or gpus != self._gpus:
                 from kvxfer import _core  # only here: importing kvxfer loads no native code
 
-                self._verbs = _core.Verbs(self._core, _options(self._config))
+                self._verbs = _core.Verbs(self._core, _options(self._config, gpus))
+                self._gpus = gpus
             verbs = self._verbs
         return verbs.endpoint(with_arena)
+
+    def _wants_near_gpus(self) -> bool:
+        """Ports that were named are meant, unless it is said that only the nearest are."""
+        near = self._config.verbs_near
+        return near == _GPU or (near is None and self._config.verbs_devices is None)
 
     def close(self) -> None:
         """Let go of the adapters. Links that were made with them keep what they need."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvxfer.doctor.findings import Finding, State
 from kvxfer.doctor.gpus import Gpu
 from kvxfer.doctor.nics import Nic
-from kvxfer.doctor.pci import LEVEL_MEANING, LEVELS, level
+from kvxfer.doctor.pci import DEVICES, LEVEL_MEANING, LEVELS, level
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,31 @@ def affinity_of(gpus: list[Gpu], nics: list[Nic]) -> Affinity | None:
         tuple(nic for nic, _ in real),
         tuple(tuple(level(gpu.device, device) for _, device in real) for gpu in gpus),
     )
+
+
+def check_hidden(
+    gpus: list[Gpu], nics: list[Nic], answers: dict[str, dict[str, Any]]
+) -> list[Finding]:
+    """Return which GPUs the vendors' libraries know and the PCI bus does not show."""
+    told = {
+        str(device["pci"])
+        for answer in (answers["cuda"], answers["hip"])
+        for device in answer.get("devices", ())
+    }
+    hidden = sorted(told - {gpu.address for gpu in gpus})
+    if not hidden or not nics:
+        return []
+    return [
+        Finding(
+            "affinity.hidden",
+            ", ".join(hidden),
+            f"not in {DEVICES}",
+            State.WARN,
+            "which adapters are near can't be seen, so agents with caches there use all of them",
+            "let the container see /sys of the host, or set KVXFER_VERBS_NEAR or "
+            "KVXFER_VERBS_DEVICES for each agent",
+        )
+    ]
 
 
 def check_affinity(affinity: Affinity | None) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
-from kvxfer.doctor.affinity import Affinity, affinity_of, check_affinity
+from kvxfer.doctor.affinity import Affinity, affinity_of, check_affinity, check_hidden
 from kvxfer.doctor.ask import ask_all
 from kvxfer.doctor.build import check_build
 from kvxfer.doctor.findings import Finding, counts
@@ -71,6 +71,7 @@ def examine(
         findings += check_gpus(tree, gpus, answers)
         findings += check_nics(tree, nics, answers, verbs)
         findings += check_affinity(affinity)
+        findings += check_hidden(gpus, nics, answers)
         findings += check_gpudirect(tree, gpus, affinity, answers)
         findings += check_host(tree, gpus, nics, os.environ)
         if producer is not None:

@@ -112,6 +112,84 @@ TEST_SUITE("verbs affinity" * doctest::skip(real_devices() != nullptr)) {
     CHECK(rails[0].numa_node == 0);
   }
 
+  TEST_CASE("the ports nearest to the GPUs that hold caches are used") {
+    const Sysfs sysfs;
+    VerbsOptions options = options_for(true);
+    options.devices.clear();
+    options.sysfs = sysfs.path();
+    const auto near = [&](const std::vector<std::string>& gpus) {
+      options.gpus = gpus;
+      return names(list_verbs_rails(options));
+    };
+    const std::string all = "a0 a1 a2 a3 a4 a5 a6 a7";
+    reset_world(eight_adapters());
+    CHECK(near({}) == all);
+    for (int i = 0; i < 8; ++i) {
+      const std::string n = std::to_string(i);
+      CHECK(near({"0000:" + n + "4:00.0"}) == "a" + n);
+      CHECK(near({"00000000:" + n + "4:00.0"}) == "a" + n);
+    }
+    CHECK(near({"0000:64:00.0", "0000:14:00.0"}) == "a1 a6");
+
+    // What sysfs does not show, as in containers, is near to nothing: not even beside one that is.
+    for (const char* hidden : {"0000:99:00.0", "", "gpu0", "../../../../"}) {
+      CAPTURE(hidden);
+      CHECK(near({hidden}) == all);
+      CHECK(near({"0000:14:00.0", hidden}) == all);
+    }
+
+    // What was said by name comes first.
+    options.near_to = "0000:04:00.0";
+    CHECK(near({"0000:64:00.0"}) == "a0");
+    options.near_to = "numa:1";
+    CHECK(near({"0000:04:00.0"}) == "a4 a5 a6 a7");
+    options.near_to.clear();
+
+    // A port that is down is none.
+    fake_verbs::set_port("a6", 1, false);
+    CHECK(near({"0000:64:00.0"}) == "a7");
+  }
+
+  TEST_CASE("what is near and slow is not used, but for who names it") {
+    const Sysfs sysfs;
+    auto devices = eight_adapters();
+    devices[2].ports[0].speed = 32;  // a quarter of the others'
+    devices[3].ports[0].speed = 64;  // half
+    devices[4].ports[0].speed = 0;   // says nothing
+    reset_world(std::move(devices));
+    VerbsOptions options = options_for(true);
+    options.devices.clear();
+    options.sysfs = sysfs.path();
+    options.gpus = {"0000:24:00.0"};
+    CHECK(names(list_verbs_rails(options)) == "a3");
+    options.gpus = {"0000:34:00.0"};
+    CHECK(names(list_verbs_rails(options)) == "a3");
+    options.gpus = {"0000:44:00.0"};
+    CHECK(names(list_verbs_rails(options)) == "a4");
+    options.near_to = "0000:24:00.0";
+    CHECK(names(list_verbs_rails(options)) == "a2");
+  }
+
+  TEST_CASE("the nearest of more ports than there can be rails") {
+    Sysfs sysfs;
+    std::vector<fake_verbs::Device> devices;
+    for (int i = 10; i < 28; ++i) {
+      fake_verbs::Device device = eight_adapters()[0];
+      const std::string n = std::to_string(i);
+      device.name = "b" + n;
+      devices.push_back(device);
+      sysfs.add("pci0001:" + n + "/0001:" + n + ":00.0", 0, "class/infiniband/b" + n + "/device");
+    }
+    sysfs.add("pci0001:27/0001:27:01.0", 0, "bus/pci/devices/0001:27:01.0");
+    reset_world(std::move(devices));
+    VerbsOptions options = options_for(true);
+    options.devices.clear();
+    options.sysfs = sysfs.path();
+    CHECK(list_verbs_rails(options).size() == 16);
+    options.gpus = {"0001:27:01.0"};
+    CHECK(names(list_verbs_rails(options)) == "b27");
+  }
+
   TEST_CASE("a place is a PCI address or a NUMA node") {
     Sysfs sysfs;
     CHECK(ibv::place_named(sysfs.path(), "0000:04:00.0").pci.size() == 5);
@@ -125,6 +203,10 @@ TEST_SUITE("verbs affinity" * doctest::skip(real_devices() != nullptr)) {
     const std::string link = "bus/pci/devices/0000:ab:00.0";
     sysfs.add("pci0000:a0/0000:ab:00.0", 1, link);
     CHECK(ibv::place_named(sysfs.path(), "0000:AB:00.0").numa_node == 1);
+    CHECK(ibv::place_named(sysfs.path(), "00000000:AB:00.0").numa_node == 1);
+    // Buses behind a bridge of their own have longer numbers.
+    sysfs.add("pci10000:00/10000:01:00.0", 0, "bus/pci/devices/10000:01:00.0");
+    CHECK(ibv::place_named(sysfs.path(), "10000:01:00.0").pci.size() == 2);
   }
 
   TEST_CASE("adapters that sit nowhere are used when none is nearer") {
@@ -150,6 +232,24 @@ TEST_SUITE("verbs affinity" * doctest::skip(real_devices() != nullptr)) {
     const Bytes source = random_bytes(1000, 1);
     pair.producer->write(source, 0, {}, 1);
     CHECK(pair.wait_written(1));
+  }
+
+  TEST_CASE("a link says for which GPUs its rails are, or why not") {
+    const Sysfs sysfs;
+    reset_world();
+    VerbsOptions consumer = options_for(true);
+    consumer.sysfs = sysfs.path();
+    consumer.gpus = {"0000:04:00.0", "0000:14:00.0"};
+    VerbsOptions producer = options_for(false);
+    producer.sysfs = sysfs.path();
+    producer.gpus = {"0000:99:00.0"};
+    VerbsPair pair(consumer, producer);
+    CHECK(
+        pair.consumer->describe().find("nearest to GPU 0000:04:00.0, not on its NUMA node, and to "
+                                       "GPU 0000:14:00.0") != std::string::npos);
+    CHECK(pair.producer->describe().find("2 rails, all that there are: " + sysfs.path() +
+                                         "/bus/pci/devices does not show the GPU 0000:99:00.0") !=
+          std::string::npos);
   }
 }
 

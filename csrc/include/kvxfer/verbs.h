@@ -19,8 +19,12 @@ struct VerbsOptions {
   std::string library;               // empty: KVXFER_VERBS_LIBRARY, else libibverbs.so.1
   std::vector<std::string> devices;  // "mlx5_0" or "mlx5_0:1"; empty: every port that is active
   // Whose buffers they are: "0000:c1:00.0", a GPU, or "numa:1". Of the ports only the nearest are
-  // used then. Empty: all of them.
+  // used then, and it is an error where there is no such thing.
   std::string near_to;
+  // Without that: PCI addresses of the GPUs that hold caches. The ports nearest to any of them are
+  // used, but for those with less than half of the fastest one's speed; all, where sysfs does not
+  // show each of them.
+  std::vector<std::string> gpus;
   std::string sysfs = "/sys";  // where that is looked up
   int gid_index = -1;          // of every port; -1: chosen by rule, for each peer
   uint32_t queue_pairs = 2;    // for each rail and peer

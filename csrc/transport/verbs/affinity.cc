@@ -5,6 +5,7 @@
 #include <charconv>
 #include <filesystem>
 #include <fstream>
+#include <regex>
 
 #include "kvxfer/status.h"
 
@@ -16,12 +17,17 @@ namespace fs = std::filesystem;
 constexpr int kSameBridge = 100, kSameNode = 200, kElsewhere = 300;
 constexpr const char* kNumaPrefix = "numa:";
 
-// "0000:c1:00.0"
-bool is_pci_address(const std::string& text) {
-  constexpr const char* kShape = "xxxx:xx:xx.x";
-  return text.size() == 12 && std::equal(text.begin(), text.end(), kShape, [](char c, char shape) {
-           return shape == 'x' ? std::isxdigit(static_cast<unsigned char>(c)) != 0 : c == shape;
-         });
+// How sysfs writes an address: "0000:c1:00.0", and more digits in front for buses of their own.
+// Empty: it is none.
+std::string sysfs_address(const std::string& text) {
+  static const std::regex kShape("0*([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7])",
+                                 std::regex::icase);
+  std::smatch found;
+  if (!std::regex_match(text, found, kShape)) return "";
+  std::string address = found[1];
+  std::transform(address.begin(), address.end(), address.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return address;
 }
 
 Place place_of(const fs::path& device) {
@@ -33,7 +39,7 @@ Place place_of(const fs::path& device) {
     const std::string name = part.string();
     if (name.starts_with("pci") && name.find(':') != std::string::npos) {
       place.pci = {name};
-    } else if (!place.pci.empty() && is_pci_address(name)) {
+    } else if (!place.pci.empty() && !sysfs_address(name).empty()) {
       place.pci.push_back(name);
     }
   }
@@ -47,6 +53,11 @@ Place place_of_adapter(const std::string& sysfs, const std::string& name) {
   return place_of(fs::path(sysfs) / "class" / "infiniband" / name / "device");
 }
 
+Place place_of_device(const std::string& sysfs, const std::string& address) {
+  const std::string name = sysfs_address(address);
+  return name.empty() ? Place() : place_of(fs::path(sysfs) / "bus" / "pci" / "devices" / name);
+}
+
 Place place_named(const std::string& sysfs, const std::string& text) {
   Place place;
   const std::string prefix = kNumaPrefix;
@@ -54,16 +65,11 @@ Place place_named(const std::string& sysfs, const std::string& text) {
     const char* end = text.data() + text.size();
     const auto read = std::from_chars(text.data() + prefix.size(), end, place.numa_node);
     if (read.ec == std::errc() && read.ptr == end && place.numa_node >= 0) return place;
-  } else if (text.size() == 12) {
-    std::string lower = text;  // GPU runtimes write capitals
-    std::transform(lower.begin(), lower.end(), lower.begin(),
-                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-    if (is_pci_address(lower)) {
-      place = place_of(fs::path(sysfs) / "bus" / "pci" / "devices" / lower);
-      if (!place.pci.empty()) return place;
-      throw Error(StatusCode::kInvalid, "there is no PCI device " + lower + " in " + sysfs +
-                                            "/bus/pci/devices to choose RDMA ports near to");
-    }
+  } else if (const std::string address = sysfs_address(text); !address.empty()) {
+    place = place_of_device(sysfs, address);
+    if (!place.pci.empty()) return place;
+    throw Error(StatusCode::kInvalid, "there is no PCI device " + address + " in " + sysfs +
+                                          "/bus/pci/devices to choose RDMA ports near to");
   }
   throw Error(StatusCode::kInvalid,
               "'" + text +

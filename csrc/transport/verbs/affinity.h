@@ -18,7 +18,11 @@ struct Place {
 // unknown.
 Place place_of_adapter(const std::string& sysfs, const std::string& name);
 
-// "0000:c1:00.0", a device on the PCI bus, or "numa:1". Throws Error(kInvalid) for anything else,
+// Of a device on the PCI bus, by its address in any form that GPU runtimes and tools write:
+// "0000:c1:00.0", "0000:C1:00.0", "00000000:C1:00.0".
+Place place_of_device(const std::string& sysfs, const std::string& address);
+
+// Such an address, or "numa:1". Throws Error(kInvalid) for anything else,
 // and for a device that is not there.
 Place place_named(const std::string& sysfs, const std::string& text);
 

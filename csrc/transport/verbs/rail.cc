@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <tuple>
 #include <utility>
 
 #include "kvxfer/status.h"
 #include "transport/common/socket.h"
+#include "transport/verbs/nearest.h"
 
 namespace kvxfer::ibv {
 namespace {
@@ -121,21 +121,6 @@ int common_bits(const GidBytes& a, const GidBytes& b) {
   return 128;
 }
 
-// Leaves the rails that are nearest to a place, and the adapters that those need.
-void keep_nearest(Rails& all, const Place& place) {
-  int nearest = std::numeric_limits<int>::max();
-  for (const auto& nic : all.nics) nearest = std::min(nearest, distance(nic->place, place));
-  Rails kept;
-  for (Rail& rail : all.rails) {
-    if (distance(rail.nic->place, place) != nearest) continue;
-    const auto known = std::find(kept.nics.begin(), kept.nics.end(), rail.nic);
-    rail.nic_index = static_cast<size_t>(known - kept.nics.begin());
-    if (known == kept.nics.end()) kept.nics.push_back(rail.nic);
-    kept.rails.push_back(std::move(rail));
-  }
-  all = std::move(kept);
-}
-
 }  // namespace
 
 bool Rail::active() const {
@@ -144,8 +129,7 @@ bool Rail::active() const {
 }
 
 Rails open_rails(const VerbsOptions& options) {
-  std::optional<Place> near_to;
-  if (!options.near_to.empty()) near_to = place_named(options.sysfs, options.near_to);
+  const auto place = named_place(options);
   const auto library = Library::load(options.library);
   const DeviceList devices(*library);
 
@@ -197,8 +181,6 @@ Rails open_rails(const VerbsOptions& options) {
       } else if (rail.gids.empty()) {
         problem = options.gid_index < 0 ? "no GID"
                                         : "no GID at index " + std::to_string(options.gid_index);
-      } else if (result.rails.size() == kMaxRails) {
-        problem = "there are " + std::to_string(kMaxRails) + " rails already";
       }
       if (problem.empty()) {
         result.rails.push_back(std::move(rail));
@@ -215,11 +197,8 @@ Rails open_rails(const VerbsOptions& options) {
                     (passed_over.empty() ? "there is no RDMA device" : passed_over) +
                     "); ibv_devinfo shows the ports, 'rdma link' what they belong to");
   }
-  if (near_to) {
-    keep_nearest(result, *near_to);
-    result.nearness = " nearest to " + options.near_to + ", " +
-                      distance_text(distance(result.nics[0]->place, *near_to));
-  }
+  keep_nearest(result, place, options);
+  keep_first(result, kMaxRails);
   return result;
 }
 

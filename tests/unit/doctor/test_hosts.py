@@ -310,6 +310,16 @@ def test_a_gpu_far_from_all_adapters(look):
     assert found.affinity.levels == (("SYS",),)
 
 
+def test_a_gpu_that_sysfs_does_not_show(look):
+    """As in a container: its driver knows it, and nobody can tell what is near to it."""
+    host, gpus, _ = h100()
+    address = gpus[0].rpartition("/")[2]
+    del host.links[f"/sys/bus/pci/devices/{address}"]
+    found = look(host)
+    assert hurting(found) == ["affinity.hidden"]
+    assert one(found, "affinity.hidden").what == address
+
+
 def test_adapters_that_programs_do_not_see(look):
     host, _, _ = h100()
     del host.answers["verbs"]["devices"]["mlx5_1"]
