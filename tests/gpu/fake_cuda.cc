@@ -200,9 +200,10 @@ FAKE int cuEventQuery(void* event) {
 }
 FAKE int cuMemcpyAsync(Address to, Address from, size_t bytes, void* stream) {
   return call("cuMemcpyAsync", [&] {
-    return gpus().submit(stream, [=] {
-      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
-    });
+    auto* const target = reinterpret_cast<void*>(to);
+    const auto* const source = reinterpret_cast<const void*>(from);
+    const size_t copied = gpus().copied(target, source, bytes);
+    return gpus().submit(stream, [=] { std::memcpy(target, source, copied); });
   });
 }
 FAKE int cuMemsetD8Async(Address to, unsigned char value, size_t bytes, void* stream) {

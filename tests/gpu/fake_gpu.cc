@@ -60,10 +60,15 @@ Problem FakeGpus::enter(const std::string& call) {
   changed_.wait(lock, [&] { return call != stalled_; });
   if (lost_) return Problem::kLost;
   if (is_unsafe(call) && disturb_captures() != Problem::kNone) return Problem::kCaptureUnsupported;
-  const auto failure = failures_.find(call);
-  if (failure == failures_.end() || failure->second.first-- > 0) return Problem::kNone;
-  const Problem problem = failure->second.second;
-  failures_.erase(failure);
+  const auto found = failures_.find(call);
+  if (found == failures_.end()) return Problem::kNone;
+  Failure& failure = found->second;
+  if (failure.nth > 0) {
+    --failure.nth;
+    return Problem::kNone;
+  }
+  const Problem problem = failure.problem;
+  if (--failure.times == 0) failures_.erase(found);
   return problem;
 }
 
@@ -103,9 +108,9 @@ bool FakeGpus::is_capturing(void* stream) {
   return captures_.contains(stream);
 }
 
-void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth) {
+void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth, uint32_t times) {
   const std::lock_guard lock(mutex_);
-  failures_[call] = {nth, problem};
+  failures_[call] = {nth, times, problem};
 }
 
 uint64_t FakeGpus::calls(const std::string& call) {
@@ -122,6 +127,9 @@ void FakeGpus::stall(const char* call) {
 void FakeGpus::lose_devices(bool lost) {
   const std::lock_guard lock(mutex_);
   lost_ = lost;
+  for (auto& [handle, stream] : streams_) {
+    if (lost) stream.work.clear();
+  }
   changed_.notify_all();
 }
 
@@ -289,6 +297,12 @@ Problem FakeGpus::export_handle(uintptr_t address, IpcHandle& handle) {
   }
   const size_t size = openers_at(memory->lead, memory->bytes) + page_bytes();
   if (::ftruncate(memory->fd, static_cast<off_t>(size)) != 0) return Problem::kOutOfMemory;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto known = memory_.find(memory->base); known != memory_.end()) {
+      known->second.exported = true;
+    }
+  }
   const HandleOf about{kMagic, ::getpid(), memory->fd, memory->device, memory->lead, memory->bytes};
   handle = {};
   std::memcpy(handle.data(), &about, sizeof(about));

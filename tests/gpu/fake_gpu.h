@@ -54,6 +54,7 @@ class FakeGpus {
     int used_on = 0;
     // Cut out of what others are cut out of, too: see adjacent().
     bool from_pool = false;
+    bool exported = false;
   };
   using IpcHandle = std::array<std::byte, 64>;
   struct Stream {
@@ -87,14 +88,16 @@ class FakeGpus {
 
   // Whether the call is to fail; every entry point begins with it.
   Problem enter(const std::string& call);
-  // The nth call from now on of that name fails; 0 is the next one.
-  void fail(const std::string& call, Problem problem, uint32_t nth);
+  // The nth call from now on of that name fails, 0 is the next one, and so many in all.
+  void fail(const std::string& call, Problem problem, uint32_t nth, uint32_t times = 1);
   // How often it was called.
   uint64_t calls(const std::string& call);
   // Calls of that name do not return; null lets them go.
   void stall(const char* call);
-  // Until they are back, every call fails.
+  // Until they are back, every call fails. What they had been told and not done yet they never do.
   void lose_devices(bool lost);
+  // All that is to go wrong from here on.
+  void forget_faults();
   // Nothing that the stream was told happens until it is let go; null is all streams.
   void hold(void* stream, bool held);
   // The same for all streams of a device.
@@ -118,6 +121,12 @@ class FakeGpus {
   uint64_t early_frees() const { return early_frees_; }
   // Flips a bit in every 64th byte of the largest allocation, but for its last 64 bytes.
   void damage();
+  // Flips so many bits in memory that processes share, anywhere in it.
+  void damage_shared(uint32_t bits);
+  // So many copies of more than a KiB from a device to the host leave the last 16 bytes out.
+  void lose_copied(uint32_t times);
+  // Whether `bytes` bytes copied between these are to be fewer, and how many then.
+  size_t copied(const void* to, const void* from, size_t bytes);
 
   // A descriptor of what is behind the memory of a device, which stands at its begin, and where in
   // it `address` is. Who maps it writes where kernels read.
@@ -164,7 +173,12 @@ class FakeGpus {
   std::map<void*, Event> events_;
   std::map<void*, Capture> captures_;  // by their streams
   std::set<void*> modules_;
-  std::map<std::string, std::pair<uint32_t, Problem>> failures_;
+  struct Failure {
+    uint32_t nth = 0;
+    uint32_t times = 1;
+    Problem problem = Problem::kNone;
+  };
+  std::map<std::string, Failure> failures_;
   std::map<std::string, uint64_t> calls_;
   std::string stalled_;
   bool wrongly_ = false;
@@ -173,6 +187,7 @@ class FakeGpus {
   uintptr_t pool_begin_ = 0;
   size_t pool_used_ = 0;
   std::atomic<void (*)()> on_flush_ = nullptr;
+  uint32_t copies_to_lose_ = 0;
   std::atomic<uint64_t> opened_by_us_ = 0, early_frees_ = 0;
   bool lost_ = false;
   bool all_held_ = false;

@@ -187,7 +187,8 @@ FAKE int hipEventQuery(void* event) {
 FAKE int hipMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
   return call("hipMemcpyAsync", [&] {
     if (kind != 4) return Problem::kInvalidValue;
-    return gpus().submit(stream, [=] { std::memcpy(to, from, bytes); });
+    const size_t copied = gpus().copied(to, from, bytes);
+    return gpus().submit(stream, [=] { std::memcpy(to, from, copied); });
   });
 }
 FAKE int hipMemsetAsync(void* to, int value, size_t bytes, void* stream) {

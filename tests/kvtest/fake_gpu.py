@@ -31,17 +31,35 @@ def _path() -> Path | None:
     return found if found.exists() else None
 
 
+def missing() -> str | None:
+    """Return why there are no fake GPUs, if so."""
+    if kvxfer._core.build_info()["sanitize"]:
+        return "ASan does not follow fibers between libraries; the C++ tests of GPUs run"
+    if _path() is None:
+        return "libkvxfer_fake_gpu_64.so is not built (make build-tests): set KVXFER_FAKE_GPU"
+    return None
+
+
+def environment(folder: Path, vendor: str = "cuda") -> dict[str, str]:
+    """Return what tells a process where fake GPUs are: those of "cuda", or of "hip"."""
+    code = folder / "code"
+    code.write_bytes(b"fake code\0")
+    library = str(_path())
+    return {
+        "KVXFER_GPU_CODE": str(code),
+        "KVXFER_CUDA_LIBRARY": library if vendor == "cuda" else "libnone.so",
+        "KVXFER_HIP_LIBRARY": library if vendor == "hip" else "libnone.so",
+        "KVXFER_HSA_LIBRARY": library,
+    }
+
+
 @contextlib.contextmanager
 def runtimes(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     """Let kvxfer find the fake GPUs; skip where they are not built. Nothing may be left on them."""
     if _path() is None:
         pytest.skip("libkvxfer_fake_gpu_64.so is not built (make build-tests): set KVXFER_FAKE_GPU")
-    code = folder / "code"
-    code.write_bytes(b"fake code\0")
-    patch.setenv("KVXFER_GPU_CODE", str(code))
-    for name in ("KVXFER_CUDA_LIBRARY", "KVXFER_HSA_LIBRARY"):
-        patch.setenv(name, str(_path()))
-    patch.setenv("KVXFER_HIP_LIBRARY", "libnone.so")
+    for name, value in environment(folder).items():
+        patch.setenv(name, value)
     gpus().given_up = 0  # those of other modules are there before
     yield gpus()
 
@@ -113,6 +131,18 @@ class Gpus:
         """Let the nth call of that name from now on run out of memory."""
         self._library.fake_gpu_fail(call.encode(), 4, nth)
 
+    def fail_often(self, call: str, nth: int, times: int) -> None:
+        """The same for so many calls, from the nth on."""
+        self._library.fake_gpu_fail_often(call.encode(), 4, nth, times)
+
+    def forget_faults(self) -> None:
+        """Let nothing go wrong that would from here on."""
+        self._library.fake_gpu_forget_faults()
+
+    def lose(self) -> None:
+        """Let every call fail, and what devices have not done yet never be done."""
+        self._library.fake_gpu_lose_devices(1)
+
     def calls(self, call: str) -> int:
         """How often the driver was called so."""
         return int(self._library.fake_gpu_calls(call.encode()))
@@ -132,6 +162,14 @@ class Gpus:
     def damage(self) -> None:
         """Flip bits all over the largest allocation."""
         self._library.fake_gpu_damage()
+
+    def damage_shared(self, bits: int) -> None:
+        """Flip so many bits in each piece of memory that processes share."""
+        self._library.fake_gpu_damage_shared(bits)
+
+    def lose_copied(self, times: int) -> None:
+        """Let so many copies of more than a KiB to the host leave the last 16 bytes out."""
+        self._library.fake_gpu_lose_copied(times)
 
     def hold(self, held: bool) -> None:
         """Let nothing happen on any stream, until they are let go."""
@@ -180,7 +218,7 @@ class Gpus:
 
     @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
-        self._library.fake_gpu_lose_devices(1)
+        self.lose()
         try:
             yield
         finally:
@@ -193,6 +231,11 @@ class Gpus:
             self.call("cuStreamCreate", ctypes.byref(made), 1)
             yield made.value or 0
             self.call("cuStreamDestroy_v2", made)
+
+    def make_event(self, device: int) -> None:
+        """Make one that nobody destroys."""
+        with self.on(device):
+            self.call("cuEventCreate", ctypes.byref(ctypes.c_void_p()), 2)
 
     def copy(self, to: int, source: int, size: int, device: int, stream: int) -> None:
         """Copy to or from a device, some time later."""
