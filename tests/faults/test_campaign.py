@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from typing import Any
 
 import pytest
-from faults.campaign import network
+from faults.campaign import gpu_faults, network
 from faults.campaign.draw import draw_schedule
 from faults.campaign.driver import run
 from faults.campaign.fleet import Fleet
@@ -18,6 +19,7 @@ from faults.campaign.report import show, summary
 from faults.campaign.rest import Rest
 from faults.campaign.schedule import (
     CONTENT,
+    GPU_LANES,
     HEADS,
     LAYERS,
     TRANSPORTS,
@@ -30,7 +32,7 @@ from faults.campaign.shrink import as_test, shrink
 from faults.campaign.sweep import missed, sweep_schedule
 from faults.campaign.table import BEGIN, END, insert, table
 from faults.campaign.watch import HANDSHAKE, KINDS
-from kvtest import fake_verbs
+from kvtest import fake_gpu, fake_verbs
 from kvtest.agents import LONG, consumer, producer, until
 from kvtest.caches import Geometry, Paged
 
@@ -71,6 +73,82 @@ def test_a_leak_is_noticed_beside_adapters() -> None:
         pytest.skip(why)
     outcome = run(_simple("verbs", _NEVER_OFFERED), "leak")
     assert {finding.kind for finding in outcome.findings} == {"leak"}
+
+
+def _on_gpus(transport: str, *steps: Step, knobs: tuple[tuple[str, Any], ...] = ()) -> Schedule:
+    """The same between two GPUs, in one process or two."""
+    schedule = _simple(transport, *steps)
+    agents = tuple(
+        dataclasses.replace(agent, device=device, streams=device == 1, knobs=knobs)
+        for device, agent in enumerate(schedule.agents)
+    )
+    return dataclasses.replace(schedule, agents=agents, gpus="cuda")
+
+
+needs_gpus = pytest.mark.skipif(fake_gpu.missing() is not None, reason=str(fake_gpu.missing()))
+
+
+@needs_gpus
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("sabotage", "digest", "found"),
+    [
+        ("short", True, {"unexplained"}),
+        ("short", False, {"wrong"}),
+        ("event", True, {"leak"}),
+    ],
+)
+def test_what_goes_wrong_on_gpus_is_noticed(sabotage: str, digest: bool, found: set[str]) -> None:
+    """The controls: copies that leave bytes out, with and without digests, and events kept."""
+    soon = Step(1.5, "cancel", {"id": 0})
+    outcome = run(_on_gpus("loopback", soon, knobs=(("digest", digest),)), sabotage)
+    assert {finding.kind for finding in outcome.findings} == found
+    assert any("nothing was damaged" in finding.why for finding in outcome.findings) is (
+        sabotage == "short" and digest
+    )
+
+
+@needs_gpus
+@pytest.mark.timeout(300)
+def test_gpus_of_two_processes() -> None:
+    """Memory that they share goes bad, then one hangs: its process begins anew."""
+    first = {"agent": "decode", "fault": "shared memory goes bad", "call": "", "nth": 0, "times": 9}
+    other = {**first, "agent": "prefill", "fault": "hangs"}
+    again = [Step(0.1, "fetch", {**_FETCH, "id": at, "timeout": 20.0}) for at in (1, 2)]
+    steps = [
+        *(Step(0.0, "gpus", {**first, "seconds": 0.1}), again[0]),
+        *(Step(0.2, "gpus", {**other, "seconds": 3.5}), again[1]),
+    ]
+    schedule = _on_gpus("shm", *steps)
+    prefill, decode = schedule.agents
+    prefill = dataclasses.replace(prefill, knobs=(("gpu_timeout", 2.5),))
+    outcome = run(dataclasses.replace(schedule, agents=(prefill, decode)))
+    assert outcome.findings == []
+    assert outcome.faults == {"GPU: shared memory goes bad": 1, "GPU: hangs": 1}
+    assert outcome.rounds_by_kind == {"over shm": 1, "on GPUs": 1}
+    assert outcome.paths["gpu-ipc"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "happened", "why"),
+    [
+        ("NO_RESOURCES", "cuLaunchKernel failed: no", ["GPU: launches fail"], None),
+        ("NO_RESOURCES", "cuLaunchKernel failed: no", ["GPU: copies fail"], "nobody let"),
+        ("NO_RESOURCES", "cuIpcOpenMemHandle failed: no", ["GPU: sharing fails"], "nobody let"),
+        ("OK", "'p': cuIpcOpenMemHandle failed: no", ["GPU: sharing fails"], None),
+        ("NO_RESOURCES", "device 0 was given up", ["GPU: launches fail"], "no GPU hangs"),
+        ("NO_RESOURCES", "device 0 was given up", ["GPU: hangs"], None),
+        ("NO_RESOURCES", "cuMemAlloc failed: no", ["no more descriptors"], None),
+        ("NO_RESOURCES", "too much", ["GPU: slow"], "nothing was missing"),
+        ("CORRUPT", "a chunk", ["GPU: slow"], "nothing was damaged"),
+        ("CORRUPT", "a chunk", ["link: corrupt"], None),
+        ("TIMEOUT", "late", [], None),
+    ],
+)
+def test_ends_need_reasons(status: str, message: str, happened: list[str], why: str | None) -> None:
+    found = gpu_faults.unexplained(status, message, happened, "cuda")
+    assert (found is None) is (why is None)
+    assert found is None or why in found
 
 
 def test_lost_queue_pairs_are_seen() -> None:
@@ -179,10 +257,11 @@ def test_adapters_that_fail() -> None:
     assert outcome.fetches["OK"] >= 1
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_schedule_comes_from_its_seed(transport: str) -> None:
-    one, same, other = (draw_schedule(seed, transport, 100) for seed in (3, 3, 4))
+@pytest.mark.parametrize("lane", [*TRANSPORTS, *GPU_LANES])
+def test_a_schedule_comes_from_its_seed(lane: str) -> None:
+    one, same, other = (draw_schedule(seed, lane, 100) for seed in (3, 3, 4))
     assert one == same != other
+    assert bool(one.gpus) is lane.startswith("gpu-")
     assert Schedule.from_json(one.to_json()) == one
     assert {step.kind for step in one.steps} > {"offer", "fetch", "ready", "rest"}
 

@@ -17,11 +17,13 @@ from faults.campaign.draw import draw_schedule
 from faults.campaign.driver import run
 from faults.campaign.outcome import Outcome
 from faults.campaign.report import show, summary
-from faults.campaign.schedule import TRANSPORTS, Schedule
+from faults.campaign.schedule import GPU_LANES, TRANSPORTS, Schedule
 from faults.campaign.shrink import as_test, fails_like, shrink
-from kvtest import fake_verbs, ucx
+from kvtest import fake_gpu, fake_verbs, ucx
 
 import kvxfer
+
+_LANES = (*TRANSPORTS, *GPU_LANES)
 
 
 def _arguments() -> argparse.Namespace:
@@ -31,7 +33,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="so many rounds, however long they take")
     parser.add_argument("--steps", type=int, default=150, help="of each round (default: 150)")
     parser.add_argument(
-        "--transports", default=",".join(TRANSPORTS), help="in turn (default: %(default)s)"
+        "--transports",
+        default=",".join(_LANES),
+        help='in turn, as "gpu-..." with caches on GPUs that are made up (default: %(default)s)',
     )
     parser.add_argument("--json", type=Path, help="write the summary to this file")
     parser.add_argument("--replay", type=Path, help="run the schedule in this file")
@@ -43,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="don't cut failing rounds down")
     parser.add_argument(
         "--sabotage",
-        choices=["wrong", "late", "leak", "grow"],
+        choices=["wrong", "late", "leak", "grow", "event", "short"],
         help="let the fleet do wrong, to see that it is noticed",
     )
     return parser.parse_args()
@@ -66,7 +70,7 @@ def _run(schedule: Schedule, about: str, total: Outcome, sabotage: str | None = 
 
 
 def _round(schedule: Schedule, drawn: str, total: Outcome, arguments: argparse.Namespace) -> None:
-    about = f"seed {schedule.seed} {schedule.transport}"
+    about = f"seed {schedule.seed} {schedule.gpus and 'gpu-'}{schedule.transport}"
     about += "".join(f" {so}" for so in ("calm", "tls") if getattr(schedule, so))
     outcome = _run(schedule, about, total, arguments.sabotage)
     if outcome.findings and not arguments.no_shrink:
@@ -88,8 +92,11 @@ def _sweep(total: Outcome) -> None:
         total.findings += unmet
 
 
-def _missing(transport: str) -> str | None:
-    """Return why this host has not got a transport, if so."""
+def _missing(lane: str) -> str | None:
+    """Return why this host has not got a transport, or GPUs, if so."""
+    transport = lane.removeprefix("gpu-")
+    if transport != lane and (why := fake_gpu.missing()) is not None:
+        return why
     if transport == "namespaces":
         return network.missing()
     if transport in ("verbs", "rdma"):

@@ -15,7 +15,8 @@ from faults.campaign import content
 from faults.campaign.rails import queue_pairs
 from faults.campaign.shortage import Shortage
 from faults.campaign.state import Fetching, Place, State
-from kvtest import fake_verbs
+from kvtest import fake_gpu, fake_verbs
+from kvtest.fake_gpu import HOST
 
 import kvxfer
 
@@ -68,7 +69,14 @@ class Checks:
                 offering.place.free += offering.blocks
                 status = offering.offer.status
                 assert status is not None
-                state.say({"event": "released", "number": key[0], "status": status.value})
+                state.say(
+                    {
+                        "event": "released",
+                        "number": key[0],
+                        "status": status.value,
+                        "message": offering.offer.message[:300],
+                    }
+                )
 
     def _verify(self, at: int, fetching: Fetching, when: float) -> None:
         place = fetching.place
@@ -85,6 +93,7 @@ class Checks:
             "time": when,
             "bytes": report.bytes,
             "path": report.path,
+            "path why": report.path_why,
             "queue pairs": queue_pairs(report),
         }
         if not fetching.blocks:
@@ -100,7 +109,7 @@ class Checks:
                 place.held.append((fetching, codec))
                 if len(place.held) > _HELD:
                     self.free_oldest(place)
-        elif not fetching.shared:
+        elif not fetching.shared and not (self._state.doubtful and place.plan.device != HOST):
             content.poison(place.paged, fetching.blocks)
             place.free += fetching.blocks
         fetching.judged = True
@@ -126,7 +135,10 @@ class Checks:
 
     def expect_untouched(self, place: Place, blocks: list[int], which: str) -> None:
         if not content.poisoned(place.paged, blocks):
-            self._state.say_fault("wrong", f"{place.plan.name}: {which} {blocks} were written into")
+            written = [block for block in blocks if not content.poisoned(place.paged, [block])]
+            self._state.say_fault(
+                "wrong", f"{place.plan.name}: {which} {written} were written into"
+            )
             content.poison(place.paged, blocks)
 
     def free_oldest(self, place: Place) -> None:
@@ -171,10 +183,13 @@ class Checks:
                 "event": "measured",
                 "handles": len(state.fetches) + len(state.offers),
                 "held": held,
-                "busy": sum(name in _PASSING for name in names) + len(self._shortage),
+                "busy": sum(name in _PASSING for name in names)
+                + len(self._shortage)
+                + state.clock.pending,
                 "descriptors": len(os.listdir("/proc/self/fd")),
                 "threads": len(os.listdir("/proc/self/task")),
                 **_adapters(),
+                **_gpus(),
                 "memory": int(Path("/proc/self/statm").read_text().split()[1])
                 * os.sysconf("SC_PAGE_SIZE"),
                 "awake": state.clock.seconds,
@@ -188,6 +203,15 @@ def _adapters() -> dict[str, int]:
     return {
         "objects of adapters": fake_verbs.objects() if there else 0,
         "violations": fake_verbs.violations() if there else 0,
+    }
+
+
+def _gpus() -> dict[str, int]:
+    """Return what is held of GPUs, and how often memory was freed too early."""
+    there = "KVXFER_GPU_CODE" in os.environ
+    return {
+        "handles of GPUs": fake_gpu.gpus().open_handles() if there else 0,
+        "early frees": fake_gpu.gpus().early_frees() if there else 0,
     }
 
 

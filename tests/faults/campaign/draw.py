@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from faults.campaign import gpu_faults
 from faults.campaign.proxy import MET
 from faults.campaign.schedule import (
     CODECS,
@@ -22,6 +23,11 @@ from faults.campaign.shortage import ADAPTER_FAULTS
 from faults.campaign.watch import HANDSHAKE, KINDS
 from kvtest import fake_verbs, ucx
 from kvtest.caches import Geometry
+from kvtest.fake_gpu import HOST
+
+# Where there are GPUs, their kernels run as fibers and take their time.
+_LEASES = ((0.05, 0.3, 1.0, 2.0, 30.0), (0.05, 1.0, 3.0, 30.0, 30.0))
+_TIMEOUTS = ((0.01, 0.3, 1.0, 3.0, 3.0), (0.05, 1.0, 3.0, 5.0, 8.0))
 
 
 def _draw_geometry(
@@ -90,8 +96,16 @@ def _like(geometry: Geometry, agent: AgentPlan) -> AgentPlan:
 class _Drawing:
     """Draws the steps of one schedule."""
 
-    def __init__(self, draw: random.Random, agents: tuple[AgentPlan, ...], transport: str) -> None:
-        self.draw, self.agents, self.transport = draw, agents, transport
+    def __init__(
+        self,
+        draw: random.Random,
+        agents: tuple[AgentPlan, ...],
+        transport: str,
+        vendor: str = "",
+        hang: bool = False,
+    ) -> None:
+        self.draw, self.agents, self.transport, self.vendor = draw, agents, transport, vendor
+        self.hang = hang
         self.names_incarnation = draw.random() < 0.7
         self.offers: list[OfferPlan] = []
         self.made: set[int] = set()
@@ -117,7 +131,7 @@ class _Drawing:
                 owners=owners or (draw.choice(self.names("producer")),),
                 tokens=draw.choice([1, 7, 16, 40, 64, 100]),
                 first_token=draw.choice([0, 0, 0, 5, 32]),
-                lease=30.0 if calm else draw.choice([0.05, 0.3, 1.0, 2.0, 30.0]),
+                lease=30.0 if calm else draw.choice(_LEASES[bool(self.vendor)]),
                 consumers=draw.choice([1, 1, 1, 2, 3]),
                 ready=draw.random() < 0.6,
                 names_incarnation=self.names_incarnation,
@@ -145,7 +159,7 @@ class _Drawing:
             "number": number,
             "consumer": draw.choice(self.names("consumer")),
             "skip": first,
-            "timeout": draw.choice([0.01, 0.3, 1.0, 3.0, 3.0]),
+            "timeout": draw.choice(_TIMEOUTS[bool(self.vendor)]),
             "codec": draw.choice(CODECS),
         }
         self.fetches += 1
@@ -193,7 +207,7 @@ class _Drawing:
 
     def burst(self) -> list[tuple[str, dict[str, Any]]]:
         number = self.new_offer(False)
-        count = self.draw.choice([50, 300, 2000])
+        count = self.draw.choice([10, 30, 100] if self.vendor else [50, 300, 2000])
         self.offers[number] = dataclasses.replace(
             self.offers[number], tokens=8, first_token=0, ready=True, lease=2.0, consumers=count
         )
@@ -224,6 +238,8 @@ class _Drawing:
 
     def limit(self) -> list[tuple[str, dict[str, Any]]]:
         shortages = ["descriptors", "memory", "threads", "disk"]
+        if self.vendor:
+            shortages = ["descriptors", "threads", "disk"]  # drivers are short of memory for us
         if self.transport in ucx.LANES:
             shortages = ["threads", "disk"]  # UCX itself ends a process that is short of the others
         what = self.draw.choice(shortages)
@@ -270,6 +286,22 @@ class _Drawing:
         args["device"] = draw.choice(fake_verbs.DEVICES)
         args["seconds"] = draw.choice([0.1, 0.4, 1.5])
         return [("adapters", args)]
+
+    def gpus(self) -> list[tuple[str, dict[str, Any]]]:
+        draw = self.draw
+        kinds = {n: k.often for n, k in gpu_faults.KINDS.items()}
+        fitting = [n for n in kinds if gpu_faults.fits(n, self.vendor, self.transport)]
+        if not self.hang:
+            fitting.remove("hangs")
+        on_gpus = [agent.name for agent in self.agents if agent.device != HOST]
+        fault = draw.choices(fitting, [kinds[n] for n in fitting])[0]
+        calls = gpu_faults.KINDS[fault].calls.get(self.vendor)
+        args: dict[str, Any] = {"agent": draw.choice(on_gpus), "fault": fault}
+        args["call"] = draw.choice(calls) if calls else ""
+        args["nth"], args["times"] = draw.choice([0, 0, 1, 3, 10]), draw.choice([1, 1, 2, 20])
+        renews = gpu_faults.KINDS[fault].renews
+        args["seconds"] = gpu_faults.PATIENCE + 1.5 if renews else draw.choice([0.1, 0.5, 1.5])
+        return [("gpus", args)]
 
     def rail(self) -> list[tuple[str, dict[str, Any]]]:
         args: dict[str, Any] = {"number": self.draw.choice([0, 1])}
@@ -333,11 +365,17 @@ _FAULTS = {
 }
 
 
-def draw_schedule(seed: int, transport: str, steps: int, *, calm: bool = False) -> Schedule:
+def draw_schedule(seed: int, lane: str, steps: int, *, calm: bool = False) -> Schedule:
     """Draw a round. A calm one has work alone, and nothing that ends a fetch early."""
-    draw = random.Random(f"{seed}/{transport}/{steps}/{calm}")
+    draw = random.Random(f"{seed}/{lane}/{steps}/{calm}")
+    transport = lane.removeprefix("gpu-")
     agents = _draw_fleet(draw, transport)
-    drawing = _Drawing(draw, agents, transport)
+    vendor, hang, environment = "", False, {}
+    if lane != transport:
+        vendor = draw.choice(["cuda", "cuda", "hip"])
+        hang = draw.random() < 0.3
+        agents, environment = _on_gpus(draw, agents, transport, hang)
+    drawing = _Drawing(draw, agents, transport, vendor, hang)
     taken: list[Step] = []
     if calm:
         while len(taken) < steps:
@@ -345,7 +383,7 @@ def draw_schedule(seed: int, transport: str, steps: int, *, calm: bool = False) 
         taken.append(Step(0.0, "rest"))
     else:
         rests = 0
-        weights = {**_WORK, **_MORE, **_FAULTS[transport]}
+        weights = {**_WORK, **_MORE, **_FAULTS[transport], **({"gpus": 4} if vendor else {})}
         while len(taken) < steps:
             kind = draw.choices(list(weights), list(weights.values()))[0]
             method: Callable[[], list[tuple[str, dict[str, Any]]]] = getattr(drawing, kind)
@@ -359,8 +397,49 @@ def draw_schedule(seed: int, transport: str, steps: int, *, calm: bool = False) 
         secret = "campaign"  # without one nobody listens beyond loopback
     # The tests' certificates are for this host.
     tls = draw.random() < 0.3 and transport not in ("loopback", "namespaces")
-    offers = tuple(drawing.offers)
-    return Schedule(seed, transport, agents, offers, tuple(taken), calm, secret, tls)
+    return Schedule(
+        seed,
+        transport,
+        agents,
+        tuple(drawing.offers),
+        tuple(taken),
+        calm,
+        secret,
+        tls,
+        vendor,
+        tuple(environment.items()),
+    )
+
+
+def _on_gpus(
+    draw: random.Random, agents: tuple[AgentPlan, ...], transport: str, hang: bool
+) -> tuple[tuple[AgentPlan, ...], dict[str, str]]:
+    """Put the caches of agents on GPUs, of at least one, and say what kind of GPUs."""
+    # Where none hangs none must be given up, however busy the machine is.
+    knobs: list[tuple[str, Any]] = [("gpu_timeout", gpu_faults.PATIENCE)] if hang else []
+    environment = {}
+    if transport == "verbs":
+        knobs.append(("gpudirect", draw.choice(["auto", "auto", "dmabuf", "peermem", "off"])))
+        # How writes of adapters come to be seen: the driver flushes them, has them ordered, or
+        # adapters read.
+        variable, value = draw.choice(
+            [("", ""), ("FAKE_CUDA_ORDERING", "100"), ("FAKE_CUDA_FLUSH_OPTIONS", "2")]
+        )
+        if variable:
+            environment[variable] = value
+    if transport == "shm" and draw.random() < 0.1:
+        environment["FAKE_GPU_NO_PEERS"] = "1"
+    first = draw.randrange(len(agents))
+    placed = [
+        dataclasses.replace(
+            agent,
+            knobs=(*agent.knobs, *knobs),
+            device=draw.choice([0, 1] if i == first else [0, 0, 1, 1, HOST]),
+            streams=draw.random() < 0.5,
+        )
+        for i, agent in enumerate(agents)
+    ]
+    return tuple(placed), environment
 
 
 def _calm_steps(drawing: _Drawing) -> list[Step]:

@@ -12,15 +12,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from faults.campaign import content
+from faults.campaign import content, gpu_faults
 from faults.campaign.clock import preloaded
 from faults.campaign.network import Network
 from faults.campaign.outcome import Finding, Outcome
 from faults.campaign.process import Process
 from faults.campaign.proxy import Proxy
 from faults.campaign.schedule import OfferPlan, Schedule
+from kvtest import fake_gpu
 from kvtest.caches import Geometry
 
 import kvxfer
@@ -54,7 +56,8 @@ class Fleet:
     def __init__(self, schedule: Schedule, sabotage: str | None = None) -> None:
         self.schedule, self.sabotage = schedule, sabotage
         about = {"under TLS": schedule.tls, "with a secret": schedule.secret is not None}
-        about |= {"without faults": schedule.calm, f"over {schedule.transport}": True}
+        about |= {"without faults": schedule.calm, "on GPUs": bool(schedule.gpus)}
+        about[f"over {schedule.transport}"] = True
         self.outcome = Outcome(rounds=1)
         self.outcome.rounds_by_kind.update(kind for kind, so in about.items() if so)
         self.plans = {agent.name: agent for agent in schedule.agents}
@@ -104,7 +107,10 @@ class Fleet:
 
     def _new_process(self, names: list[str]) -> Process:
         inside = [] if self.network is None else self.network.inside(names[0])
-        return Process(names, self.sabotage, inside, preloaded())
+        environment = dict(self.schedule.environment)
+        if self.schedule.gpus:
+            environment |= fake_gpu.environment(Path(self._folder.name), self.schedule.gpus)
+        return Process(names, self.sabotage, inside, preloaded(), environment)
 
     def _start_agent(self, name: str, address: str | None) -> None:
         self.starting.add(name)
@@ -241,6 +247,8 @@ class Fleet:
             self.find(event["what"], event["why"])
         elif kind == "released":
             self.outcome.offers[event["status"]] += 1
+            if self.schedule.gpus and event["status"] != "OK":
+                self._look_for_reason(event["status"], event["message"])
         elif kind == "ended":
             self._ended(event)
         elif kind == "refused":
@@ -253,6 +261,8 @@ class Fleet:
     def _refused(self, event: dict[str, Any]) -> None:
         self.outcome.operations["refused: " + event["why"]] += 1
         self.running.pop(event["id"], None)
+        if self.schedule.gpus:
+            self._look_for_reason("NO_RESOURCES" if event["short"] else "", event["message"])
         if event["id"] in self.probing:
             self.find("unexplained", f"{self.probing.pop(event['id'])}: {event['message']}")
         elif event["what"] == "start":
@@ -275,8 +285,17 @@ class Fleet:
                 self.queue_pairs[event["agent"], peer] = pairs
         elif status == "INVALID" or (status != "OK" and self.schedule.calm):
             self.find("unexplained", f"fetch {event['id']} ended {status}: {event['message']}")
+        if self.schedule.gpus:
+            self._look_for_reason(status, event["path why" if status == "OK" else "message"])
         if running is not None:
             self._note_detection(running, status, event["time"])
+
+    def _look_for_reason(self, status: str, message: str) -> None:
+        happened = set(self.outcome.faults)
+        happened.update(how for proxy in self.proxies.values() for how in proxy.happened)
+        why = gpu_faults.unexplained(status, message, happened, self.schedule.gpus)
+        if why is not None:
+            self.find("unexplained", f"{status}, but {why}: {message}")
 
     def _note_detection(self, running: Running, status: str, when: float) -> None:
         detection = self.outcome.detection

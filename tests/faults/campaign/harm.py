@@ -11,11 +11,14 @@ import subprocess
 import threading
 import time
 
+from faults.campaign import gpu_faults
 from faults.campaign.fleet import Armed, Fleet
+from faults.campaign.process import Process
 from faults.campaign.proxy import MET
 from faults.campaign.watch import FIRST
 from kvtest import wire
 from kvtest.agents import CERTIFICATE
+from kvtest.fake_gpu import HOST
 
 import kvxfer
 from kvxfer import _core
@@ -28,6 +31,7 @@ class Harm:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._faults = fleet.outcome.faults
+        self._doubtful: list[Process] = []  # whose GPUs may have been given up
 
     # Processes
 
@@ -117,6 +121,34 @@ class Harm:
         process = fleet.living()[0]
         process.send("break_adapters", how=how, device=device)
         fleet.after(seconds, lambda: process.send("mend_adapters"))
+
+    def gpus(self, agent: str, fault: str, call: str, nth: int, times: int, seconds: float) -> None:
+        """Let something happen to the GPUs of a process; where that is for good, begin anew."""
+        fleet, process = self._fleet, self._fleet.processes[agent]
+        if not fleet.up(agent) or process.stopped or process in self._doubtful:
+            return
+        self._faults[f"GPU: {fault}"] += 1
+        how = {"fault": fault, "call": call, "nth": nth, "times": times, "seconds": seconds}
+        process.send("break_gpus", **how)
+        if not gpu_faults.KINDS[fault].renews:
+            fleet.after(seconds, lambda: None)
+            return
+        self._doubtful.append(process)
+        fleet.after(seconds, lambda: self._renew(agent, process))
+
+    def _renew(self, agent: str, process: Process) -> None:
+        fleet = self._fleet
+        self._doubtful.remove(process)
+        if not process.alive or fleet.processes[agent] is not process:
+            return
+        if fleet.together:
+            fleet.starting.update(n for n, plan in fleet.plans.items() if plan.device != HOST)
+            process.baseline = None
+            process.send("renew_gpus", **fleet.about_agents())
+        else:
+            now = time.monotonic()
+            process.kill()
+            fleet.lost(agent, now, 0.0)
 
     def rail(self, number: int, how: str, seconds: float) -> None:
         """Cut one of the two ways between real adapters, or let it lose and delay packets."""

@@ -17,12 +17,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from faults.campaign import clock, content, shortage
+from faults.campaign import clock, content, gpu_faults, shortage
 from faults.campaign.checks import MEMORY_NOISE, SLACK, Checks
+from faults.campaign.gpu_cache import GpuRefusedError, WatchedCache
 from faults.campaign.schedule import PROBES, AgentPlan, OfferPlan
 from faults.campaign.state import Fetching, Offering, Place, State
+from kvtest import fake_gpu, fake_verbs
 from kvtest.agents import CERTIFICATE, devices, listen_address, transport_name
 from kvtest.caches import Geometry, Paged
+from kvtest.fake_gpu import HOST
 
 import kvxfer
 from kvxfer import _core
@@ -36,7 +39,8 @@ class Node:
     """What the driver's commands do. `say` sends an event to it.
 
     As `sabotage`, bytes of fetches are made "wrong", fetches are wanted earlier and thus "late",
-    a descriptor is "leak"ed, or memory is left to "grow".
+    a descriptor is "leak"ed, or memory is left to "grow"; on GPUs an "event" is kept, or copies
+    are "short".
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None], sabotage: str | None) -> None:
@@ -72,7 +76,8 @@ class Node:
             **dict(plan.knobs),
         )
         old = self._state.places.get(plan.name)
-        paged = old.paged if old else Paged(plan.geometry)
+        doubtful = self._state.doubtful and plan.device != HOST
+        paged = self._cache(plan) if old is None or doubtful else old.paged
         agent.register(paged.cache)
         agent.fileno()
         everything = list(range(plan.geometry.num_blocks))
@@ -88,6 +93,12 @@ class Node:
             }
         )
 
+    def _cache(self, plan: AgentPlan) -> Paged:
+        if plan.device == HOST:
+            return Paged(plan.geometry)
+        self._have_peer_memory(plan)
+        return WatchedCache(plan.geometry, plan.device, streams=plan.streams)
+
     def close(self, agent: str, **about: Any) -> None:
         """Close the agent in good order, and start it again at the same address."""
         self.shortage.end_all()
@@ -100,6 +111,8 @@ class Node:
                 self._state.say_fault("late", f"{fetching.fetch!r} after close()")
         self._checks.end_bursts()
         self._checks.free_held(place)
+        if place.plan.device != HOST:
+            gpu_faults.end()
         if address is not None and address.startswith("loopback:"):
             address = None
         self.start(place.plan, address=address, **about)
@@ -131,7 +144,10 @@ class Node:
             return
         blocks = [place.free.pop(0) for _ in range(needed)]
         try:
-            content.fill(place.paged, blocks, number, plan)
+            if place.late:
+                place.late.fill_late(blocks, number, plan)
+            else:
+                content.fill(place.paged, blocks, number, plan)
             offer = place.agent.offer(
                 place.paged.cache,
                 blocks,
@@ -139,12 +155,17 @@ class Node:
                 lease=plan.lease,
                 consumers=plan.consumers,
                 ready=plan.ready,
+                stream=place.stream,
             )
         except kvxfer.InvalidError as error:
             place.free += blocks
             if "was used before" not in str(error):  # it was rejected, or has ended already
                 raise
             self._skip("the offer is over")
+            return
+        except GpuRefusedError as error:
+            place.free += blocks
+            self._skip(str(error))
             return
         except BaseException:
             place.free += blocks
@@ -157,7 +178,7 @@ class Node:
     def ready(self, agent: str, number: int, layer: str) -> None:
         offering = self._state.offers.get((number, agent))
         if offering is not None:
-            offering.offer.mark_ready(layer)
+            offering.offer.mark_ready(layer, stream=offering.place.stream)
 
     def release(self, agent: str, number: int) -> None:
         offering = self._state.offers.get((number, agent))
@@ -182,6 +203,8 @@ class Node:
             return
         try:
             self._checks.expect_untouched(place, blocks, "free blocks")
+            if place.late:
+                place.late.poison_late([blocks[0], blocks[-1]])
             fetch = place.agent.fetch(
                 ticket,
                 place.paged.cache,
@@ -189,12 +212,21 @@ class Node:
                 tokens=slice(*tokens),
                 timeout=timeout,
                 codec=codec,
+                stream=place.stream,
             )
+        except GpuRefusedError as error:
+            place.free += blocks
+            self._skip(str(error))
+            return
         except BaseException:
             place.free += blocks
             raise
         if self._state.sabotage == "leak" and id < PROBES and not self._leaked:
             self._leaked.append(os.open("/dev/null", os.O_RDONLY))
+        elif self._state.sabotage == "event" and id < PROBES:
+            fake_gpu.gpus().make_event(place.plan.device)
+        elif self._state.sabotage == "short" and id == 0:
+            fake_gpu.gpus().lose_copied(1)
         elif self._state.sabotage == "grow":
             self._leaked.append(bytearray(b"x") * (2 * MEMORY_NOISE))
         wanted = timeout - (timeout + 2 * SLACK if self._state.sabotage == "late" else 0.0)
@@ -233,7 +265,9 @@ class Node:
         running: list[Fetching] = []
         try:
             for at in range(id, id + count):
-                fetch = place.agent.fetch(ticket, place.paged.cache, blocks, timeout=timeout)
+                fetch = place.agent.fetch(
+                    ticket, place.paged.cache, blocks, timeout=timeout, stream=place.stream
+                )
                 deadline = self._state.clock.seconds + timeout
                 fetching = Fetching(
                     place, fetch, number, blocks, tokens, 0, timeout, deadline, shared=True
@@ -295,6 +329,24 @@ class Node:
 
     def mend_adapters(self) -> None:
         shortage.mend_adapters()
+        for place in self._state.places.values():
+            self._have_peer_memory(place.plan)
+
+    def _have_peer_memory(self, plan: AgentPlan) -> None:
+        if dict(plan.knobs).get("gpudirect") == "peermem":
+            fake_verbs.set_peer_memory(fake_gpu.gpus().peer_memory)
+
+    def break_gpus(self, fault: str, call: str, nth: int, times: int, seconds: float) -> None:
+        self._state.doubtful |= gpu_faults.KINDS[fault].renews
+        gpu_faults.begin(fault, call, nth, times)
+        self._state.clock.after(seconds, gpu_faults.end)
+
+    def renew_gpus(self, **about: Any) -> None:
+        """Begin anew where GPUs were given up: with other agents, and other caches."""
+        for name, place in list(self._state.places.items()):
+            if place.plan.device != HOST:
+                self.close(name, **about)
+        self._state.doubtful = False
 
     def flip(self, agent: str, seconds: float) -> None:
         shortage.flip(self._state.places[agent].agent, seconds)
@@ -336,6 +388,7 @@ class Node:
                         "event": "refused",
                         "what": method,
                         "why": type(error).__name__,
+                        "short": isinstance(error, kvxfer.ResourceError),
                         "id": args.get("id"),
                         "message": str(error)[:300],
                     }

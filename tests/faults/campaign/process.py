@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +19,12 @@ class Process:
     """A node, seen from here."""
 
     def __init__(
-        self, names: list[str], sabotage: str | None, inside: Sequence[str] = (), preload: str = ""
+        self,
+        names: list[str],
+        sabotage: str | None,
+        inside: Sequence[str] = (),
+        preload: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start it, `inside` what this command line runs commands in, with a library before others.
 
@@ -51,7 +56,7 @@ class Process:
                     sabotage or "",
                 ],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, **first},
+                env={**os.environ, "PYTHONPATH": path, **first, **(environment or {})},
             )
 
     def send(self, method: str, **args: Any) -> None:

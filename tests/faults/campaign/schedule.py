@@ -14,6 +14,7 @@ from typing import Any
 
 from kvtest import ucx
 from kvtest.caches import Geometry
+from kvtest.fake_gpu import HOST
 
 LAYERS = ("a", "b", "c")
 HEADS = (0, 4)
@@ -22,6 +23,8 @@ PROBES = 1_000_000  # numbers from here on are of fetches that see whether all w
 # "namespaces" is tcp between network namespaces, where those can be made; "verbs" takes adapters
 # that exist in one process only, "rdma" those that KVXFER_TEST_VERBS names.
 TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", "rdma", *ucx.LANES)
+# The same with caches on GPUs that are made up, in each process some of its own.
+GPU_LANES = tuple(f"gpu-{name}" for name in ("loopback", "shm", "tcp", "verbs", *ucx.LANES))
 CODECS = ("raw", "raw", "raw", "int8", "fp8_e4m3", "fp8_e5m2", "auto")
 
 
@@ -33,6 +36,8 @@ class AgentPlan:
     role: str  # "producer", "rank" or "consumer"
     geometry: Geometry
     knobs: tuple[tuple[str, Any], ...] = ()
+    device: int = HOST  # the GPU that its cache is on
+    streams: bool = False  # blocks are filled, and emptied, by a stream that does so late
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Schedule:
     calm: bool = False  # nothing goes wrong, so every fetch must deliver
     secret: str | None = None
     tls: bool = False
+    gpus: str = ""  # whose they are, "cuda" or "hip", if there are any
+    environment: tuple[tuple[str, str], ...] = ()  # of the processes
 
     def keep(self, steps: Sequence[int]) -> Schedule:
         """Return this schedule with some of its steps alone."""
@@ -88,6 +95,8 @@ class Schedule:
                     agent["role"],
                     _geometry(agent["geometry"]),
                     tuple((name, value) for name, value in agent["knobs"]),
+                    agent.get("device", HOST),
+                    agent.get("streams", False),
                 )
                 for agent in raw["agents"]
             ),
@@ -104,6 +113,8 @@ class Schedule:
             raw["calm"],
             raw["secret"],
             raw.get("tls", False),
+            raw.get("gpus", ""),
+            tuple((name, value) for name, value in raw.get("environment", ())),
         )
 
 

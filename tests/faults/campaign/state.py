@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from faults.campaign.gpu_cache import WatchedCache
 from faults.campaign.schedule import AgentPlan, OfferPlan
 from kvtest.caches import Geometry, Paged
 
@@ -20,6 +21,7 @@ class AwakeClock(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True, name="campaign-clock")
         self.seconds = 0.0
+        self._actions: list[tuple[float, Callable[[], None]]] = []
 
     def run(self) -> None:
         before = time.monotonic()
@@ -28,6 +30,17 @@ class AwakeClock(threading.Thread):
             now = time.monotonic()
             self.seconds += min(now - before, 0.1)
             before = now
+            for entry in [entry for entry in self._actions if entry[0] <= now]:
+                entry[1]()
+                self._actions.remove(entry)
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something then, by the usual clock, whatever other threads are waiting for."""
+        self._actions.append((time.monotonic() + seconds, action))
+
+    @property
+    def pending(self) -> int:
+        return len(self._actions)
 
 
 @dataclasses.dataclass
@@ -39,6 +52,16 @@ class Place:
     paged: Paged
     free: list[int]
     held: list[tuple[Fetching, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def late(self) -> WatchedCache | None:
+        """The cache, if a stream writes into it."""
+        paged = self.paged
+        return paged if isinstance(paged, WatchedCache) and paged.stream is not None else None
+
+    @property
+    def stream(self) -> int | None:
+        return self.late and self.late.stream
 
 
 @dataclasses.dataclass
@@ -69,6 +92,8 @@ class State:
 
     say: Callable[[dict[str, Any]], None]
     sabotage: str | None
+    # A GPU was given up: what it was told it may do late, in blocks of fetches that have failed.
+    doubtful: bool = False
     clock: AwakeClock = dataclasses.field(default_factory=AwakeClock)
     places: dict[str, Place] = dataclasses.field(default_factory=dict)
     plans: dict[int, OfferPlan] = dataclasses.field(default_factory=dict)
