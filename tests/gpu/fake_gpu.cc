@@ -108,51 +108,9 @@ bool FakeGpus::is_capturing(void* stream) {
   return captures_.contains(stream);
 }
 
-void FakeGpus::fail(const std::string& call, Problem problem, uint32_t nth, uint32_t times) {
-  const std::lock_guard lock(mutex_);
-  failures_[call] = {nth, times, problem};
-}
-
 uint64_t FakeGpus::calls(const std::string& call) {
   const std::lock_guard lock(mutex_);
   return calls_[call];
-}
-
-void FakeGpus::stall(const char* call) {
-  const std::lock_guard lock(mutex_);
-  stalled_ = call != nullptr ? call : "";
-  changed_.notify_all();
-}
-
-void FakeGpus::lose_devices(bool lost) {
-  const std::lock_guard lock(mutex_);
-  lost_ = lost;
-  for (auto& [handle, stream] : streams_) {
-    if (lost) stream.work.clear();
-  }
-  changed_.notify_all();
-}
-
-void FakeGpus::hold(void* stream, bool held) {
-  const std::lock_guard lock(mutex_);
-  if (stream == nullptr) {
-    all_held_ = held;
-  } else if (held) {
-    held_.insert(stream);
-  } else {
-    held_.erase(stream);
-  }
-  changed_.notify_all();
-}
-
-void FakeGpus::hold_device(int device, bool held) {
-  const std::lock_guard lock(mutex_);
-  if (held) {
-    held_devices_.insert(device);
-  } else {
-    held_devices_.erase(device);
-  }
-  changed_.notify_all();
 }
 
 Problem FakeGpus::allocate(Kind kind, size_t bytes, uintptr_t& base, size_t lead) {
@@ -355,22 +313,6 @@ Problem FakeGpus::close_handle(uintptr_t base) {
   ::close(memory.fd);
   memory_.erase(found);
   return Problem::kNone;
-}
-
-void FakeGpus::open_wrongly(bool wrong) {
-  const std::lock_guard lock(mutex_);
-  wrongly_ = wrong;
-}
-
-void FakeGpus::damage() {
-  const std::lock_guard lock(mutex_);
-  const auto largest = std::max_element(
-      memory_.begin(), memory_.end(),
-      [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
-  open_memory(true);
-  auto* bytes = reinterpret_cast<unsigned char*>(largest->first);
-  for (size_t i = 0; i + 64 < largest->second.bytes; i += 64) bytes[i] ^= 1;
-  open_memory(false);
 }
 
 std::optional<FakeGpus::Memory> FakeGpus::find(uintptr_t address) {
