@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from kvtest import fake_verbs
 from kvtest.agents import consumer, pair, producer, registered
+from kvtest.caches import Geometry
 from kvtest.direct import needs_fake_adapters
 from kvtest.fake_gpu import HOST, Gpus, made
-from kvtest.gpu_direct import SIDE, moved, over_hip
+from kvtest.gpu_direct import moved, over_hip
 from kvtest.sysfs import CUDA, Sysfs
 
 import kvxfer
 
 pytestmark = needs_fake_adapters
+
+TINY = Geometry(layers=("a",), content=64, num_blocks=2, heads=(0, 1))
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def rails(link: str) -> set[str]:
 def used(here: int, there: int, **knobs: Any) -> tuple[set[str], str]:
     """Return the consumer's adapters of a fetch between devices, and what its link says."""
     with pair("verbs", path="direct", **knobs) as (prefill, decode):
-        report = moved(prefill, decode, here, there)
+        report = moved(prefill, decode, here, there, TINY)
         assert report.path == "direct"
         link = report.link
     return rails(link), link
@@ -85,10 +88,10 @@ def test_caches_of_the_host_use_all(gpus: Gpus, sysfs: Sysfs) -> None:
 def test_several_gpus_use_what_is_near_to_any(gpus: Gpus, sysfs: Sysfs) -> None:
     with (
         pair("verbs", path="direct") as (prefill, decode),
-        made(SIDE, 1) as other,
+        made(TINY, 1) as other,
         registered(decode, other.cache),
     ):
-        link = moved(prefill, decode, HOST, 0).link
+        link = moved(prefill, decode, HOST, 0, TINY).link
     assert rails(link) == {"fake0", "fake1"}
     assert f"nearest to GPU {CUDA[0]}, on the same PCIe switch, and to GPU {CUDA[1]}," in link
 
@@ -100,10 +103,10 @@ def test_connections_keep_the_ports_that_they_were_made_with(gpus: Gpus, sysfs: 
         producer("verbs", "first", path="direct") as first,
         producer("verbs", "second", path="direct") as second,
     ):
-        assert rails(moved(first, decode, HOST, 0).link) == {"fake0"}
-        assert rails(moved(first, decode, HOST, 1).link) == {"fake0"}
-        assert rails(moved(second, decode, HOST, 1).link) == {"fake1"}
-        assert rails(moved(first, decode, HOST, 0).link) == {"fake0"}
+        assert rails(moved(first, decode, HOST, 0, TINY).link) == {"fake0"}
+        assert rails(moved(first, decode, HOST, 1, TINY).link) == {"fake0"}
+        assert rails(moved(second, decode, HOST, 1, TINY).link) == {"fake1"}
+        assert rails(moved(first, decode, HOST, 0, TINY).link) == {"fake0"}
     assert fake_verbs.objects() == 0
 
 
