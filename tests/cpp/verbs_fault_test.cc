@@ -187,8 +187,8 @@ TEST_SUITE("verbs faults" * doctest::skip(real_devices() != nullptr)) {
     pair.start();
     fake_verbs::overrun_completion_queues("p1");
     CHECK(eventually([&] {
-      return pair.consumer->describe().find("failover") != std::string::npos &&
-             pair.producer->describe().find("failover") != std::string::npos;
+      return pair.consumer->describe().find("2 failovers") != std::string::npos &&
+             pair.producer->describe().find("2 failovers") != std::string::npos;
     }));
     const std::string producer = pair.producer->describe(), consumer = pair.consumer->describe();
     CAPTURE(producer);
