@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvxfer.errors import Error, ResourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvxfer import _core
     from kvxfer.config import Config
@@ -70,11 +70,15 @@ def rail_text(rail: _core.VerbsRail) -> str:
     return f"{rail.device}:{rail.port} ({rail.link_layer}{speed})"
 
 
+def _ports(rails: Iterable[_core.VerbsRail]) -> set[tuple[str, int]]:
+    return {(rail.device, rail.port) for rail in rails}
+
+
 class Adapters:
     """The adapters of one agent, opened when the first peer wants them and kept until `close`.
 
-    They are those near to the GPUs that hold its caches. When those are others, the next peer gets
-    others; connections keep what they have.
+    They are those near to the GPUs that hold its caches. When those are others, or all near ports
+    are down, the next peer gets others; connections keep what they have.
 
     Parameters
     ----------
@@ -87,6 +91,7 @@ class Adapters:
         self._lock = threading.Lock()
         self._verbs: _core.Verbs | None = None
         self._gpus: list[str] = []  # that those are near to
+        self._nearest: set[tuple[str, int]] = set()  # the first ports that were taken for these
 
     def problem(self) -> str | None:
         """Return why none can be used at this moment, or None."""
@@ -109,13 +114,34 @@ class Adapters:
         """
         gpus = self._core.gpus() if self._wants_near_gpus() else []
         with self._lock:
-            if self._verbs is None or gpus != self._gpus:
+            verbs = self._verbs
+            if verbs is None or gpus != self._gpus or not self._are_best(verbs):
                 from kvxfer import _core  # only here: importing kvxfer loads no native code
 
-                self._verbs = _core.Verbs(self._core, _options(self._config, gpus))
-                self._gpus = gpus
-            verbs = self._verbs
+                verbs = _core.Verbs(self._core, _options(self._config, gpus))
+                if gpus != self._gpus:
+                    self._nearest = _ports(verbs.rails())
+                self._verbs, self._gpus = verbs, gpus
         return verbs.endpoint(with_arena)
+
+    def _are_best(self, verbs: _core.Verbs) -> bool:
+        """Return whether there are no other ports to be taken for the same GPUs.
+
+        There are when all near ones are down, so that others have to do, and when they are up
+        again. Needs the lock.
+        """
+        rails = verbs.rails()
+        if not self._gpus or (
+            _ports(rails) == self._nearest and any(rail.active for rail in rails)
+        ):
+            return True
+        from kvxfer import _core  # only here: importing kvxfer loads no native code
+
+        try:
+            best = _core.verbs_rails(_options(self._config, self._gpus))
+        except Error:  # none is up: it may be, by the time that it is needed
+            return True
+        return _ports(best) <= _ports(rails)
 
     def _wants_near_gpus(self) -> bool:
         """Ports that were named are meant, unless it is said that only the nearest are."""

@@ -110,6 +110,22 @@ def test_connections_keep_the_ports_that_they_were_made_with(gpus: Gpus, sysfs: 
     assert fake_verbs.objects() == 0
 
 
+def test_when_the_nearest_ports_are_down_others_have_to_do(gpus: Gpus, sysfs: Sysfs) -> None:
+    """Until they are up again."""
+    with (
+        consumer("verbs", path="direct") as decode,
+        producer("verbs", "first", path="direct") as first,
+        producer("verbs", "second", path="direct") as second,
+        producer("verbs", "third", path="direct") as third,
+    ):
+        assert rails(moved(first, decode, HOST, 0, TINY).link) == {"fake0"}
+        fake_verbs.set_port("fake0", False)
+        assert rails(moved(second, decode, HOST, 0, TINY).link) == {"fake1"}
+        fake_verbs.set_port("fake0", True)
+        assert rails(moved(third, decode, HOST, 0, TINY).link) == {"fake0"}
+    assert fake_verbs.objects() == 0
+
+
 def test_a_gpu_that_sysfs_does_not_show(gpus: Gpus, sysfs: Sysfs) -> None:
     """As in containers and virtual machines: then all ports are used, and the link says why."""
     sysfs.hide(CUDA[0])
