@@ -127,10 +127,10 @@ class GpuLane {
   // when `hurried` becomes true. After stuck() no more calls, and no destruction, which would wait
   // for the device.
   void finish(bool hurries = false) {
-    runtime_.record(ended_, stream_);
+    insist([&] { runtime_.record(ended_, stream_); });
     TimePoint end = Clock::now() + limit_;
     bool cut = false;
-    for (int asked = 0; !runtime_.happened(ended_); ++asked) {
+    for (int asked = 0; !insist([&] { return runtime_.happened(ended_); }); ++asked) {
       const TimePoint now = Clock::now();
       if (hurries && !cut && hurried_) {
         cut = true;
@@ -147,6 +147,7 @@ class GpuLane {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(asked < 20 ? 10 : 50));
     }
+    tries_ = 1;
   }
   bool stuck() const { return stuck_; }
   // As after a finish() that took too long: what was launched may run for ever.
@@ -159,6 +160,23 @@ class GpuLane {
           host(runtime, GpuBytes::Where::kHost, bytes) {}
     GpuBytes device, host;
   };
+
+  // Who calls finish() again after an error has to know whether something still runs, or the device
+  // is given up. So what fails then is tried again for a while.
+  template <class Call>
+  auto insist(Call call) -> decltype(call()) {
+    for (int i = 1;; ++i) {
+      try {
+        return call();
+      } catch (const Error&) {
+        if (i >= tries_) {
+          tries_ = 20;
+          throw;
+        }
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
 
   void make_tables(size_t bytes) { tables_.push_back(std::make_unique<Tables>(runtime_, bytes)); }
   uint64_t add_room(size_t bytes) {
@@ -185,6 +203,7 @@ class GpuLane {
   GpuRuntime::Stream stream_ = nullptr;
   GpuRuntime::Event ended_ = nullptr;
   bool stuck_ = false;
+  int tries_ = 1;  // of calls on events
 };
 
 }  // namespace kvxfer

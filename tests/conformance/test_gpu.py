@@ -249,6 +249,25 @@ def test_what_fails_on_a_gpu_is_named_and_costs_one_fetch(
         assert look(target).same_as(expected(source))
 
 
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+def test_events_that_fail_for_a_while_cost_no_device(gpus: Gpus, call: str) -> None:
+    """It is not given up: what a stream has done can be asked for again."""
+    with (
+        pair("loopback") as (prefill, decode),
+        made(SIDE, 0, seed=1) as source,
+        registered(prefill, source.cache),
+    ):
+        target = Paged(OTHER)
+        decode.register(target.cache)
+        with prefill.offer(source.cache, BLOCKS, TOKENS, consumers=2) as offer:
+            decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            gpus.fail_often(call, 0, 12)
+            with pytest.raises(kvxfer.TransferError, match=f"{call} failed"):
+                decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+            decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG).wait()
+        assert target.same_as(expected(source))
+
+
 def test_a_lost_device_leaves_other_caches_alone(gpus: Gpus) -> None:
     with (
         pair("loopback") as (prefill, decode),
