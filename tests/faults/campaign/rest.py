@@ -10,6 +10,8 @@ from faults.campaign.checks import MEMORY_NOISE
 from faults.campaign.fleet import Fleet
 from faults.campaign.process import Process
 from faults.campaign.schedule import PROBES, OfferPlan
+from kvtest import fake_verbs
+from kvtest.fake_gpu import HOST
 
 PATIENCE = 30.0  # awake seconds of a node in which a fleet has to come to rest
 
@@ -149,13 +151,25 @@ class Rest:
             if now["early frees"] > 0:
                 fleet.find("error", f"{process.names} freed memory of a GPU that another had open")
             self._settle(process, "threads")
-            self._settle(process, "descriptors", pairs)
+            self._settle(process, "descriptors", pairs + self._loopbacks())
             # A key may have been damaged on its way to who uses it.
             damaged = any(proxy.happened for proxy in fleet.proxies.values())
             if now["violations"] > before["violations"] and not damaged:
                 fleet.find("error", f"{process.names} asked adapters for what they must refuse")
             grown = self._settle(process, "memory", MEMORY_NOISE)
             fleet.outcome.grown = max(fleet.outcome.grown, grown)
+
+    def _loopbacks(self) -> int:
+        """Return how many queue pairs agents may yet make for themselves.
+
+        By those adapters reach memory of GPUs for a trial and afterwards. They end when an adapter
+        fails, and are made again when they are needed.
+        """
+        schedule = self._fleet.schedule
+        if not schedule.gpus or schedule.transport != "verbs":
+            return 0
+        on_gpus = [plan for plan in schedule.agents if plan.device != HOST]
+        return 2 * len(fake_verbs.DEVICES) * len(on_gpus)
 
     def _queue_pairs(self, process: Process) -> int:
         """Return how many it has by what its links say."""
