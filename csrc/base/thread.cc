@@ -60,13 +60,17 @@ Thread::Thread(const std::string& name, std::function<void()> body)
 
 void Thread::join() {
   if (!thread_) return;
+  if (generation_ != fork_generation() || is_current()) return leave();
+  thread_->join();
+  thread_.reset();
+}
+
+void Thread::leave() {
+  if (!thread_) return;
   if (generation_ != fork_generation()) {
     static_cast<void>(thread_.release());  // std::thread ends the program when it is not joined
-  } else if (is_current()) {
-    thread_->detach();
-    thread_.reset();
   } else {
-    thread_->join();
+    thread_->detach();
     thread_.reset();
   }
 }

@@ -30,6 +30,8 @@ class Thread {
   // Waits for the end. Called on the thread itself, or in a forked child, where the thread does not
   // exist, it only lets go of it. Idempotent.
   void join();
+  // Lets it run on by itself: what it uses must outlive it.
+  void leave();
 
   bool is_current() const { return id_ == std::this_thread::get_id(); }
 

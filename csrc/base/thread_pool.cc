@@ -15,10 +15,11 @@ namespace kvxfer {
 // Shared with the threads, so that a pool may be destroyed by one of its own tasks.
 struct ThreadPool::State {
   std::mutex mutex;
-  std::condition_variable wanted;
+  std::condition_variable wanted, ended;
   std::deque<std::function<void()>> queue;  // guarded by mutex
   size_t idle = 0;                          // guarded by mutex
   bool stopping = false;                    // guarded by mutex
+  size_t running = 0;                       // guarded by mutex; threads
   std::mutex join_mutex;
   std::vector<std::unique_ptr<Thread>> threads;  // guarded by join_mutex
   size_t size = 0;
@@ -26,6 +27,18 @@ struct ThreadPool::State {
 
   // A forked child finds the mutex in whatever state the fork found it, so it touches nothing.
   bool foreign() const { return generation != fork_generation(); }
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    wanted.notify_all();
+  }
+  std::vector<std::unique_ptr<Thread>> take_threads() {
+    const std::lock_guard lock(join_mutex);
+    return std::exchange(threads, {});
+  }
 
   void run() {
     std::unique_lock lock(mutex);
@@ -38,6 +51,8 @@ struct ThreadPool::State {
         task = nullptr;  // what it captured may need the lock to be destroyed
         lock.lock();
       } else if (stopping) {
+        --running;
+        ended.notify_all();
         return;
       } else {
         ++idle;
@@ -55,6 +70,8 @@ ThreadPool::ThreadPool(size_t threads, const std::string& name)
     for (size_t i = 0; i < state_->size; ++i) {
       state_->threads.push_back(std::make_unique<Thread>(name + "-" + std::to_string(i),
                                                          [state = state_] { state->run(); }));
+      const std::lock_guard lock(state_->mutex);
+      ++state_->running;
     }
   } catch (...) {
     stop();
@@ -86,17 +103,23 @@ void ThreadPool::stop() {
     for (auto& thread : state->threads) thread->join();
     return;
   }
-  {
-    const std::lock_guard lock(state->mutex);
-    state->stopping = true;
+  state->stop();
+  for (auto& thread : state->take_threads()) thread->join();
+}
+
+bool ThreadPool::stop_until(TimePoint deadline) {
+  const std::shared_ptr<State> state = state_;
+  if (!state->foreign()) {
+    state->stop();
+    std::unique_lock lock(state->mutex);
+    if (!state->ended.wait_until(lock, deadline, [&] { return state->running == 0; })) {
+      lock.unlock();
+      for (auto& thread : state->take_threads()) thread->leave();
+      return false;
+    }
   }
-  state->wanted.notify_all();
-  std::vector<std::unique_ptr<Thread>> threads;
-  {
-    const std::lock_guard lock(state->join_mutex);
-    threads.swap(state->threads);
-  }
-  for (auto& thread : threads) thread->join();
+  stop();
+  return true;
 }
 
 }  // namespace kvxfer

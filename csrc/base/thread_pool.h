@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "base/clock.h"
+
 namespace kvxfer {
 
 // A fixed number of threads that run tasks in the order submitted and sleep when there are none.
@@ -29,6 +31,9 @@ class ThreadPool {
 
   // Runs what is queued to the end, then joins the threads. Idempotent.
   void stop();
+  // The same until `deadline`, for others than the pool's threads. False where they are not through
+  // by then: they go on by themselves, to the end of the queue, which must not need this object.
+  bool stop_until(TimePoint deadline);
 
  private:
   struct State;

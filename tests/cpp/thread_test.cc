@@ -4,6 +4,12 @@
 
 #include <doctest/doctest.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
+
+#include "base/clock.h"
+#include "base/thread_pool.h"
 #include "failing_new.h"
 #include "kvxfer/status.h"
 
@@ -33,6 +39,33 @@ TEST_CASE("a thread that there is no memory for is refused, and its maker still 
   }
   CHECK(refused >= 2);
   CHECK(refused < 4);
+}
+
+TEST_CASE("a pool whose task does not end is waited for until the deadline, and ends by itself") {
+  struct Gate {
+    std::promise<void> opened, first, second;
+  };
+  const auto gate = std::make_shared<Gate>();
+  std::future<void> first = gate->first.get_future(), second = gate->second.get_future();
+  {
+    ThreadPool pool(1, "test");
+    pool.submit([gate] {
+      gate->opened.get_future().wait();
+      gate->first.set_value();
+    });
+    pool.submit([gate] { gate->second.set_value(); });
+    CHECK(!pool.stop_until(Clock::now() + std::chrono::milliseconds(20)));
+    CHECK(!pool.submit([] {}));
+    pool.stop();  // joins nobody any more
+  }
+  gate->opened.set_value();
+  first.wait();
+  second.wait();
+  ThreadPool idle(2, "test");
+  std::promise<void> done;
+  idle.submit([&] { done.set_value(); });
+  CHECK(idle.stop_until(kNever));
+  CHECK(done.get_future().wait_for(std::chrono::seconds(0)) == std::future_status::ready);
 }
 
 }  // namespace
