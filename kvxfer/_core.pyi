@@ -589,8 +589,11 @@ class Agent:
     def stats(self) -> AgentStats: ...
     def trace(self) -> tuple[int, int, list[_TraceRecord]]: ...
     def metrics(self) -> AgentMetrics: ...
-    def close(self) -> None:
-        """End everything with CLOSED and join the threads. About a second at worst; idempotent."""
+    def close(self) -> int:
+        """End everything with CLOSED and join the threads. About a second at worst; idempotent.
+
+        How many GPUs did not get done in time, if any: theirs is freed when they do.
+        """
 
 # --- bindings/verbs_py.cc; not in a build without verbs ---
 

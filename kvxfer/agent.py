@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -529,7 +530,8 @@ class Agent:
         About a second at worst. After direct fetches three, and the time that the system needs to
         unpin the caches; where a GPU is writing into blocks, or into another process's memory,
         until it is done or has had `gpu_timeout`. On return no memory of any cache is read or
-        written any more.
+        written any more, unless a GPU did not get done by then. Memory of GPUs that are still busy
+        after that, for five seconds at most, is freed when they get there, and a warning logged.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
@@ -537,7 +539,13 @@ class Agent:
             self._closed = True
         if self._listener is not None:
             self._listener.close()
-        self._core.close()
+        if busy := self._core.close():
+            logging.getLogger("kvxfer.agent").warning(
+                "agent %r was closed, but %d of its GPUs did not get done: memory of them is freed "
+                "when they do, or when this process ends",
+                self.name,
+                busy,
+            )
         self._fabrics.close()
         self._caches.clear()
         self._kept.clear()

@@ -1,7 +1,9 @@
 #include "kvxfer/agent.h"
 
 #include <algorithm>
+#include <chrono>
 #include <set>
+#include <utility>
 
 #include "base/event_loop.h"
 #include "engine/core.h"
@@ -29,6 +31,16 @@ void check_announceable(const CacheLayout& layout) {
     require(plane.name.size() <= wire::kMaxName, "plane names may have bytes,", wire::kMaxName);
   }
   require(names <= kMaxMessage / 4, "layer names together may have bytes,", kMaxMessage / 4);
+}
+
+constexpr Duration kGpuSlack = std::chrono::seconds(1), kMostFreeing = std::chrono::seconds(5);
+
+// Threads of a device whose driver does not come back use it.
+void keep_for_good(std::shared_ptr<AgentCore> core) {
+  static auto* mutex = new std::mutex;
+  static auto* kept = new std::vector<std::shared_ptr<AgentCore>>;
+  const std::lock_guard lock(*mutex);
+  kept->push_back(std::move(core));
 }
 
 AgentMemory memory_of(const std::shared_ptr<Arena>& arena) {
@@ -77,6 +89,9 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   cache->memory = extents(layout, borders);
   for (uint32_t i = 0; i < layout.layers.size(); ++i) cache->layer_index[layout.layers[i]] = i;
   core.caches[cache->id] = cache;
+  if (on_gpu) {
+    for (const auto& [peer_id, peer] : core.peers) tell_of_gpus(core, *peer);
+  }
   return cache->id;
 }
 
@@ -198,13 +213,13 @@ AgentMetrics Agent::metrics() const {
   return core_->recorder.metrics();
 }
 
-void Agent::close() {
+uint32_t Agent::close() {
   AgentCore& core = *core_;
-  if (core.fork_generation != fork_generation()) return;
+  if (core.fork_generation != fork_generation()) return 0;
   const std::lock_guard once(core.closing);
   {
     Guard guard(core);
-    if (core.closed) return;
+    if (core.closed) return 0;
     core.closed = true;
     const Status closing{StatusCode::kClosed, "agent '" + core.options.name + "' was closed"};
     const auto offers = core.offers;
@@ -231,11 +246,12 @@ void Agent::close() {
   core.gpu_gate.stop();
   core.gpus.hurry();
   core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
-  core.gpus.close();
+  const Duration gpu_limit = to_duration(core.options.gpu_timeout);
+  // Longer than the last chunk has, unless a driver's call does not come back.
+  const bool through = core.gpus.close(Clock::now() + gpu_limit + kGpuSlack);
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   if (core.registrar) core.registrar->stop();
-  core.gpus.free_scratch();
   {
     Guard guard(core);
     // Without these, adapters that have not let go reach no cache of ours.
@@ -261,11 +277,17 @@ void Agent::close() {
       }
       land_flight(core, write.serve);
     }
-    core.staging.reset();
-    core.arena.reset();
-    core.slots.clear();
+    if (through) {
+      core.staging.reset();
+      core.arena.reset();
+      core.slots.clear();
+    } else {
+      core.left_behind = true;
+      for (const auto& [handle, fetch] : core.fetches) fetch->changed.notify_all();
+      keep_for_good(core_);
+    }
   }
-  core.gpus.free_rest();
+  return core.gpus.free(Clock::now() + std::min<Duration>(gpu_limit, kMostFreeing));
 }
 
 }  // namespace kvxfer

@@ -73,10 +73,12 @@ struct Registered {
 
 // Consumer: a GPU's slots that a peer may write into, or why not; neither while they are prepared.
 struct Exposed {
+  std::shared_ptr<GpuDevice> device;
   std::shared_ptr<GpuArena> arena;
   std::string problem;
-  uint32_t number = 0;  // on the link
-  bool told = false;    // the peer has the handle
+  wire::GpuArena about;  // with its number on the link
+  bool told = false;     // the peer has that
+  uint32_t tried = 0;    // its trials that were looked at, bit by bit
 
   bool ready() const { return arena || !problem.empty(); }
 };
@@ -86,8 +88,10 @@ struct Imported {
   std::shared_ptr<GpuDevice> device;
   std::shared_ptr<GpuPeerMemory> memory;
   std::string problem;
+  uint32_t trial = 0;
+  bool tried = false;  // the peer has looked at it
 
-  bool ready() const { return memory || !problem.empty(); }
+  bool ready() const { return tried || !problem.empty(); }
 };
 
 // Producer: how chunks go from the offer's blocks straight into the consumer's.
@@ -255,6 +259,7 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
   uint32_t schemes = 0;     // the same
   bool direct = false;      // both sides allow the direct path
   bool gpu_ipc = false;     // the same of memory of GPUs
+  bool has_gpus = false;    // whose producer has told the consumer that it has caches on GPUs
   std::atomic<TimePoint> last_heard{};
   // Producer side.
   std::map<uint32_t, KnownLayout> layouts;  // by remote cache id
@@ -284,6 +289,7 @@ struct Peer : LinkSink, std::enable_shared_from_this<Peer> {
                          std::span<const std::byte> notice) override;
   void on_landed(Link& link, std::span<const std::byte> notice, bool accepted) override;
   void on_written(Link& link, uint64_t token, bool ok) override;
+  void on_lost(Link& link, const std::string& reason) override;
   void on_closed(Link& link, const std::string& reason) override;
 };
 
@@ -310,7 +316,8 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::mutex mutex;
   std::condition_variable peers_changed;
   bool closed = false;
-  std::mutex closing;  // held for the whole of close(): a second caller waits for the first
+  bool left_behind = false;  // by close(): a driver has not come back with chunks of ours
+  std::mutex closing;        // held for the whole of close(): a second caller waits for the first
 
   Timers timers;
   TimePoint sleeping_until = kNever;  // of the control loop
@@ -457,17 +464,17 @@ void write_blocks(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t
                   uint32_t slot);
 
 // gpu_serve.cc
-// Throws Error(kProtocol) for one that makes no sense.
+bool has_gpu_caches(const AgentCore& core);
+void tell_of_gpus(const AgentCore& core, Peer& peer);  // a consumer, once, if that matters
+// These throw Error(kProtocol) for what makes no sense.
 void keep_gpu_arena(Peer& peer, wire::GpuArena arena);
+void handle_gpu_tried(AgentCore& core, Peer& peer, const wire::GpuTried& tried);
 // As choose_path(), for chunks that go into the arena of a FETCH_GPU: then sets serve.gpu_slots.
 // None: it is to be opened first.
 std::optional<std::string> choose_gpu_slots(Serve& serve, const OfferState& offer);
 // Has the arena opened for the offer's device, and goes on with the serve then.
 void import_and_serve(AgentCore& core, const std::shared_ptr<Serve>& serve,
                       const std::shared_ptr<OfferState>& offer);
-// A device that was given up may yet write into the peer's memory: until this process ends the peer
-// must not take that for over.
-void keep_for_good(const std::shared_ptr<Peer>& peer);
 
 // packing.cc
 void start_packs(AgentCore& core);
@@ -500,6 +507,7 @@ bool allows_gpu_ipc(const AgentCore& core, const Peer& peer);
 bool may_use_gpu_slots(const AgentCore& core, Part& part);
 // Has the slots prepared for the part's peer, and starts the part then.
 void expose_and_start(AgentCore& core, const std::shared_ptr<Part>& part);
+void handle_gpu_trial(AgentCore& core, const std::shared_ptr<Peer>& peer, wire::GpuTrial trial);
 // Agent::close() is over: who has not closed our memory by now may write there until it ends.
 void abandon_exposed(Peer& peer);
 
@@ -581,6 +589,7 @@ void end_declined_part(AgentCore& core, const std::shared_ptr<Part>& part, Statu
 // peers.cc
 // Ends a connection: all that waits on it fails now, its slots are freed at on_closed().
 void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why);
+void run_or_drop(AgentCore& core, const std::shared_ptr<Peer>&, const std::function<void()>& work);
 // Keeps up the lease of an offer that a part will ask for later.
 void send_renew(const Part& part);
 void beat(AgentCore& core);

@@ -93,12 +93,13 @@ GpuDevice::~GpuDevice() {
   static_cast<void>(scratch.release());  // nobody has closed the agent, as after a fork
 }
 
-std::shared_ptr<GpuArena> GpuDevice::arena(const AgentOptions& options) {
+std::shared_ptr<GpuArena> GpuDevice::arena(const AgentOptions& options, wire::GpuArena& told) {
   const std::lock_guard lock(making_arena_);
   if (!arena_) {
     const auto slots = static_cast<uint32_t>(options.arena_bytes / options.slot_bytes);
-    arena_ = std::make_shared<GpuArena>(runtime, *packer, slots, options.slot_bytes);
+    arena_ = std::make_shared<GpuArena>(runtime, packer->device(), slots, options.slot_bytes);
   }
+  told = arena_->tell(*packer);
   return arena_;
 }
 
@@ -107,7 +108,14 @@ bool GpuDevice::given_up() const {
   return packer ? packer->given_up() : was_given_up_;
 }
 
-void GpuDevice::drop_packer() {
+void GpuDevice::free() {
+  arena_.reset();
+  try {
+    const CurrentDevice current(*runtime, packer->device());
+    scratch.reset();
+  } catch (const Error&) {
+    // The device is gone, and its memory with it.
+  }
   std::unique_ptr<GpuPacker> dropped;
   const std::lock_guard lock(packer_mutex_);
   was_given_up_ = packer->given_up();
@@ -132,7 +140,9 @@ std::shared_ptr<GpuDevice> GpuDevices::get(const GpuPlace& place, const AgentOpt
   device->packer = std::make_unique<GpuPacker>(*place.runtime, place.device,
                                                code_objects(place.runtime->vendor()),
                                                options.slot_bytes, kGpuLanes, limit);
-  device->pool = std::make_unique<ThreadPool>(kGpuLanes, "kvx-gpu" + std::to_string(place.device));
+  const std::string name = "kvx-gpu" + std::to_string(place.device);
+  device->pool = std::make_unique<ThreadPool>(kGpuLanes, name);
+  device->frees = std::make_unique<ThreadPool>(1, name + "-free");
   const std::lock_guard lock(mutex_);
   check_open();
   devices_[key] = device;
@@ -146,42 +156,34 @@ void GpuDevices::hurry() {
   }
 }
 
-void GpuDevices::close() {
-  const std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  for (const auto& [key, device] : devices_) {
-    device->pool->stop();
+bool GpuDevices::close(TimePoint deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
   }
+  bool all = true;
   for (const auto& [key, device] : devices_) {
-    if (device->arena_ && device->packer->given_up()) device->arena_->abandon();
-    if (device->arena_) leave_for_the_rest(std::move(device->arena_));
-    device->drop_packer();
+    if (device->pool->stop_until(deadline)) continue;
+    device->packer->give_up();
+    all = false;
   }
+  return all;
 }
 
-void GpuDevices::free_scratch() {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [key, device] : std::exchange(devices_, {})) {
-    if (device->given_up()) continue;  // freeing it would wait for the device
-    try {
-      const CurrentDevice current(*device->runtime, key.second);
-      device->scratch.reset();
-    } catch (const Error&) {
-      // The device is gone, and its memory with it.
+uint32_t GpuDevices::free(TimePoint deadline) {
+  const auto devices = std::exchange(devices_, {});
+  for (const auto& [key, device] : devices) {
+    if (!device->given_up()) {
+      device->frees->submit([device = device] { device->free(); });
+    } else if (device->arena_) {
+      device->arena_->abandon();
     }
   }
-}
-
-void GpuDevices::leave_for_the_rest(std::shared_ptr<void> what) {
-  const std::lock_guard lock(rest_mutex_);
-  if (!rest_freed_) rest_.push_back(std::move(what));
-}
-
-void GpuDevices::free_rest() {
-  std::vector<std::shared_ptr<void>> rest;
-  const std::lock_guard lock(rest_mutex_);
-  rest_freed_ = true;
-  rest.swap(rest_);
+  uint32_t late = 0;
+  for (const auto& [key, device] : devices) {
+    if (!device->frees->stop_until(deadline)) ++late;
+  }
+  return late;
 }
 
 std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {

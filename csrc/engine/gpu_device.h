@@ -27,25 +27,28 @@ struct GpuDevice {
   ~GpuDevice();
 
   std::shared_ptr<GpuRuntime> runtime;
-  std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::close()
+  std::unique_ptr<GpuPacker> packer;  // null after GpuDevices::free()
   std::unique_ptr<ThreadPool> pool;   // waits for it; one that hangs holds up no other
-  uint32_t packing = 0;               // chunks that run there or wait; needs the agent's mutex
+  // Frees memory, and closes that of peers, one after the other: drivers let that wait for all that
+  // runs on the device, also where it is not ours.
+  std::unique_ptr<ThreadPool> frees;
+  uint32_t packing = 0;  // chunks that run there or wait; needs the agent's mutex
   GpuTrials trials;
   // Memory for them, for the registrar's thread only; made at the first one. It stays, for to free
   // memory waits for all that runs on the device.
   std::unique_ptr<GpuLane> scratch;
 
-  // For producers on this host; made at the first call, which takes the device's time. Throws
-  // Error(kNoResources).
-  std::shared_ptr<GpuArena> arena(const AgentOptions& options);
-  // Whether the packer was, also after GpuDevices::close(). Thread-safe.
+  // For producers on this host; made at the first call. Fills in what one more of them is told.
+  // Takes the device's time. Throws Error(kNoResources).
+  std::shared_ptr<GpuArena> arena(const AgentOptions& options, wire::GpuArena& told);
+  // Whether the packer was, also after GpuDevices::free(). Thread-safe.
   bool given_up() const;
 
  private:
   friend class GpuDevices;
-  void drop_packer();
+  void free();
 
-  mutable std::mutex packer_mutex_;  // of the pointer, against drop_packer()
+  mutable std::mutex packer_mutex_;  // of the pointer, against free()
   bool was_given_up_ = false;
   std::mutex making_arena_;
   std::shared_ptr<GpuArena> arena_;  // peers that were told of it hold it, too
@@ -74,25 +77,19 @@ class GpuDevices {
   std::shared_ptr<GpuDevice> get(const GpuPlace& place, const AgentOptions& options);
   // Packs that are under way end within about a second.
   void hurry();
-  // Runs what is queued to the end, then gives back the devices' memory, but for what peers may
-  // yet write into. No job may use a packer afterwards. Idempotent.
-  void close();
-  // After close(): drops something when free_rest() is called, or at once after that. For what
-  // takes the device's time.
-  void leave_for_the_rest(std::shared_ptr<void> what);
-  // Frees the rest. Not with a lock held. Idempotent.
-  void free_rest();
-  // After close(), when the registrar's thread has ended.
-  void free_scratch();
+  // Runs what is queued to the end. A device that is not through by `deadline` is given up, and its
+  // threads go on by themselves: false, and all that they use of the agent must stay.
+  bool close(TimePoint deadline);
+  // After close(), when the registrar's thread has ended and peers hold no memory of the devices:
+  // gives that back, but for what somebody may yet write into. Returns how many devices are not
+  // through by `deadline`: theirs is freed when they get there. Idempotent.
+  uint32_t free(TimePoint deadline);
 
  private:
   std::mutex making_;  // before the other, which close() must not wait for
   std::mutex mutex_;
   bool closed_ = false;
-  std::map<std::pair<GpuVendor, int>, std::shared_ptr<GpuDevice>> devices_;
-  std::mutex rest_mutex_;
-  bool rest_freed_ = false;
-  std::vector<std::shared_ptr<void>> rest_;
+  std::map<std::pair<GpuVendor, int>, std::shared_ptr<GpuDevice>> devices_;  // none new when closed
 };
 
 // Chunks that are under way on one device at once: some are copied while others are packed.

@@ -81,7 +81,7 @@ void pack_chunk(AgentCore& core, const std::shared_ptr<Serve>& serve, uint32_t c
     --packing(core, *serve);
     --serve->offer->reading;
     if (failure && gpu != nullptr && !was_given_up && gpu->given_up()) {
-      keep_for_good(serve->peer);
+      // Not refused: that would promise that nothing is written any more.
       drop_peer(core, serve->peer, {StatusCode::kNoResources, *failure});
     } else if (failure) {
       refuse(core, serve, {StatusCode::kNoResources, *failure});

@@ -180,12 +180,10 @@ void send_fetch(AgentCore& core, Part& part, const std::vector<uint32_t>& slots)
   if (part.asks_gpu) {
     Exposed& exposed = part.peer->exposed.at(part.fetch->cache->gpu.get());
     if (!std::exchange(exposed.told, true)) {
-      wire::GpuArena about = exposed.arena->about();
-      about.arena = exposed.number;
       part.peer->link->expose_gpus();
-      part.peer->link->send(about.encode());
+      part.peer->link->send(exposed.about.encode());
     }
-    part.peer->link->send(wire::FetchGpu{std::move(message), exposed.number}.encode());
+    part.peer->link->send(wire::FetchGpu{std::move(message), exposed.about.arena}.encode());
     return;
   }
   if (!part.asks_direct) {

@@ -26,10 +26,12 @@ void greet(AgentCore& core, Peer& peer, const wire::Hello& hello) {
   }
   if (hello.slot_bytes == 0) throw Error(StatusCode::kProtocol, "HELLO with no staging");
   peer.slot_bytes = hello.slot_bytes;
-  peer.schemes = hello.schemes & ~(wire::kDirectBit | wire::kGpuIpcBit);
+  peer.schemes = hello.schemes & ~(wire::kDirectBit | wire::kGpuIpcBit | wire::kGpuCachesBit);
   peer.direct = (hello.schemes & wire::kDirectBit) != 0 && allows_direct(core, peer);
   peer.gpu_ipc = (hello.schemes & wire::kGpuIpcBit) != 0 && allows_gpu_ipc(core, peer);
+  if (!peer.inbound) peer.has_gpus = (hello.schemes & wire::kGpuCachesBit) != 0;
   peer.state = Peer::kReady;
+  tell_of_gpus(core, peer);
   for (const auto& part : std::exchange(peer.pending, {})) {
     if (!part->fetch->ending) start_part(core, part);
   }
@@ -83,12 +85,13 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
                             type == MessageType::kCancel || type == MessageType::kRenew ||
                             type == MessageType::kDecline || type == MessageType::kMemory ||
                             type == MessageType::kFetchDirect || type == MessageType::kGpuArena ||
-                            type == MessageType::kFetchGpu;
+                            type == MessageType::kFetchGpu || type == MessageType::kGpuTried;
   const bool for_consumer = type == MessageType::kAccept || type == MessageType::kCommit ||
                             type == MessageType::kRefused || type == MessageType::kCancelled ||
                             type == MessageType::kWant || type == MessageType::kDeclined ||
                             type == MessageType::kAcceptDirect || type == MessageType::kAcceptGpu ||
-                            type == MessageType::kGpuClosed;
+                            type == MessageType::kGpuClosed || type == MessageType::kGpuTrial ||
+                            type == MessageType::kGpuCaches;
   if ((for_producer && !peer->inbound) || (for_consumer && peer->inbound)) {
     throw Error(StatusCode::kProtocol, "message type " + std::to_string(static_cast<int>(type)) +
                                            " came from the wrong side of the link");
@@ -124,6 +127,13 @@ void dispatch(AgentCore& core, const std::shared_ptr<Peer>& peer,
       const auto answer = wire::AcceptGpu::decode(body);
       return handle_accept(core, *peer, answer.accept, nullptr, &answer);
     }
+    case MessageType::kGpuTrial: return handle_gpu_trial(core, peer, wire::GpuTrial::decode(body));
+    case MessageType::kGpuTried: return handle_gpu_tried(core, *peer, wire::GpuTried::decode(body));
+    case MessageType::kGpuCaches:
+      wire::decode_gpu_caches(body);
+      if (!peer->gpu_ipc) throw Error(StatusCode::kProtocol, "GPU_CACHES was not agreed on");
+      peer->has_gpus = true;
+      return;
     case MessageType::kGpuClosed:  // links that share memory of GPUs keep it for themselves
       throw Error(StatusCode::kProtocol, "GPU_CLOSED was not agreed on");
     case MessageType::kCommit: return handle_commit(core, *peer, wire::Commit::decode(body));
@@ -176,6 +186,11 @@ void Peer::on_message(Link&, std::span<const std::byte> message) {
   }
 }
 
+void Peer::on_lost(Link&, const std::string& reason) {
+  Guard guard(*core);
+  drop_peer(*core, shared_from_this(), {StatusCode::kPeerLost, "lost '" + name + "': " + reason});
+}
+
 void Peer::on_closed(Link&, const std::string& reason) {
   Guard guard(*core);
   const auto self = shared_from_this();
@@ -202,6 +217,17 @@ void drop_peer(AgentCore& core, const std::shared_ptr<Peer>& peer, Status why) {
   for (const auto& [id, part] : parts) fail_part(core, part, peer->failure);
   for (const auto& part : std::exchange(peer->pending, {})) fail_part(core, part, peer->failure);
   if (peer->link) peer->link->close(peer->failure.message);
+}
+
+void run_or_drop(AgentCore& core, const std::shared_ptr<Peer>& peer,
+                 const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    drop_peer(core, peer, {error.code(), error.what()});
+  } catch (const std::exception&) {  // std::bad_alloc, so nothing long is said
+    drop_peer(core, peer, {StatusCode::kNoResources, "out of memory"});
+  }
 }
 
 void send_renew(const Part& part) {
@@ -279,10 +305,15 @@ void Agent::attach(PeerId id, std::shared_ptr<Link> link, uint64_t incarnation, 
     peer->state = Peer::kConnecting;
     throw;
   }
+  uint32_t schemes = kSchemesHere;
+  if (allows_direct(core, *peer)) schemes |= wire::kDirectBit;
+  if (allows_gpu_ipc(core, *peer)) {
+    schemes |= wire::kGpuIpcBit;
+    peer->has_gpus = inbound && has_gpu_caches(core);
+    if (peer->has_gpus) schemes |= wire::kGpuCachesBit;
+  }
   peer->link->send(wire::Hello{wire::kProtocolVersion, core.options.incarnation, core.options.name,
-                               core.options.slot_bytes,
-                               kSchemesHere | (allows_direct(core, *peer) ? wire::kDirectBit : 0) |
-                                   (allows_gpu_ipc(core, *peer) ? wire::kGpuIpcBit : 0)}
+                               core.options.slot_bytes, schemes}
                        .encode());
   if (!core.heartbeat) {
     core.last_beat = Clock::now();

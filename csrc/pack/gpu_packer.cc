@@ -364,6 +364,12 @@ void GpuPacker::write(std::byte* to, const std::byte* from, uint64_t bytes) {
   lane.finish();
 }
 
+void GpuPacker::give_up() {
+  const std::lock_guard lock(mutex_);
+  given_up_ = true;
+  freed_->notify_all();
+}
+
 bool GpuPacker::given_up() const {
   const std::lock_guard lock(mutex_);
   return given_up_;

@@ -71,6 +71,8 @@ class GpuPacker {
 
   // Packs that are under way end within about a second, even if that gives the device up.
   void hurry() { hurried_ = true; }
+  // As when a chunk was not finished within the limit.
+  void give_up();
 
   int device() const { return device_; }
   // What was told to write may do so yet, until the process ends.

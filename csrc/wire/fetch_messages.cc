@@ -210,6 +210,7 @@ Bytes GpuArena::encode() const {
   out.put_raw(uuid);
   out.put_string(pci);
   out.put(bytes);
+  out.put(mailbox);
   out.put_raw(stamp);
   out.put_raw(handle);
   return out.take();
@@ -226,6 +227,7 @@ GpuArena GpuArena::decode(std::span<const std::byte> body) {
   m.uuid = in.get_array<16>();
   m.pci = in.get_string(kMaxPci);
   m.bytes = in.get<uint64_t>();
+  m.mailbox = in.get<uint64_t>();
   m.stamp = in.get_array<32>();
   m.handle = in.get_array<64>();
   in.expect_end();
@@ -270,5 +272,43 @@ AcceptGpu AcceptGpu::decode(std::span<const std::byte> body) {
 Bytes encode_gpu_closed() { return begin(MessageType::kGpuClosed).take(); }
 
 void decode_gpu_closed(std::span<const std::byte> body) { ByteReader(body).expect_end(); }
+
+Bytes GpuTrial::encode() const {
+  ByteWriter out = begin(MessageType::kGpuTrial);
+  out.put(arena);
+  out.put(trial);
+  return out.take();
+}
+
+GpuTrial GpuTrial::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  GpuTrial m;
+  m.arena = in.get<uint32_t>();
+  m.trial = in.get<uint32_t>();
+  in.expect_end();
+  return m;
+}
+
+Bytes GpuTried::encode() const {
+  ByteWriter out = begin(MessageType::kGpuTried);
+  out.put(arena);
+  out.put(trial);
+  out.put_string(problem.substr(0, kMaxText));
+  return out.take();
+}
+
+GpuTried GpuTried::decode(std::span<const std::byte> body) {
+  ByteReader in(body);
+  GpuTried m;
+  m.arena = in.get<uint32_t>();
+  m.trial = in.get<uint32_t>();
+  m.problem = in.get_string(kMaxText);
+  in.expect_end();
+  return m;
+}
+
+Bytes encode_gpu_caches() { return begin(MessageType::kGpuCaches).take(); }
+
+void decode_gpu_caches(std::span<const std::byte> body) { ByteReader(body).expect_end(); }
 
 }  // namespace kvxfer::wire

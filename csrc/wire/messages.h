@@ -19,8 +19,8 @@ namespace kvxfer::wire {
 //   3  consumers that do not fetch: DECLINE and DECLINED; FETCH says how many fetch; the status
 //      WITHDRAWN
 //   4  the status BUSY; REFUSED says when to try again; MEMORY, FETCH_DIRECT and ACCEPT_DIRECT
-//      between those who set kDirectBit; GPU_ARENA, FETCH_GPU, ACCEPT_GPU and GPU_CLOSED between
-//      those who set kGpuIpcBit
+//      between those who set kDirectBit; GPU_ARENA and what follows it between those who set
+//      kGpuIpcBit
 constexpr uint16_t kProtocolVersion = 4;
 
 // First byte of every control message. Append, never renumber.
@@ -48,8 +48,11 @@ enum class MessageType : uint8_t {
   kFetchGpu = 21,
   kAcceptGpu = 22,
   kGpuClosed = 23,
+  kGpuTrial = 24,
+  kGpuTried = 25,
+  kGpuCaches = 26,
 };
-constexpr MessageType kLastMessage = MessageType::kGpuClosed;
+constexpr MessageType kLastMessage = MessageType::kGpuCaches;
 
 using Generation = std::array<std::byte, 16>;
 using Bytes = std::vector<std::byte>;
@@ -65,9 +68,13 @@ constexpr uint32_t kMaxBlocks = 1u << 16;  // of a fetch that may go direct
 constexpr uint32_t kMaxKeys = 2u << 20;    // bytes of the keys of a cache
 // In Hello::schemes: understands the messages of the direct path, and allows it on this link.
 constexpr uint32_t kDirectBit = 1u << 31;
-// The same of GPU memory that processes of one host share.
-constexpr uint32_t kGpuIpcBit = 1u << 30;
+// The same of GPU memory that processes of one host share. Bit 30 is that of drafts, and not used.
+constexpr uint32_t kGpuIpcBit = 1u << 29;
+// Beside it: a producer has a cache on a GPU.
+constexpr uint32_t kGpuCachesBit = 1u << 28;
 constexpr uint32_t kMaxPci = 64;  // bytes of a PCI address
+// What a GPU_ARENA has for one peer: the stamp, and from kGpuTrialBytes on as many trials.
+constexpr uint32_t kGpuMailboxBytes = 1024, kGpuTrials = 15, kGpuTrialBytes = 64;
 
 // Each message is encoded as its type byte and then its fields in the order written here, all
 // integers little-endian. decode() takes the bytes behind the type byte and throws
@@ -79,8 +86,8 @@ struct Hello {
   uint64_t incarnation = 0;
   std::string name;
   uint32_t slot_bytes = 0;  // largest chunk that this side can stage
-  uint32_t schemes =
-      0;  // that it can encode and decode: bit i is scheme i; and kDirectBit, kGpuIpcBit
+  // That it can encode and decode: bit i is scheme i; and kDirectBit, kGpuIpcBit, kGpuCachesBit.
+  uint32_t schemes = 0;
 
   Bytes encode() const;
   static Hello decode(std::span<const std::byte> body);
@@ -207,9 +214,10 @@ struct GpuArena {
   uint32_t arena = 0;  // unique on this link, not 0
   uint8_t vendor = 0;  // 0: NVIDIA, 1: AMD
   std::array<std::byte, 16> uuid{};
-  std::string pci;                    // with the UUID it names the device
-  uint64_t bytes = 0;                 // slots, each on a multiple of 256, and the stamp behind them
-  std::array<std::byte, 32> stamp{};  // random, of this allocation: whoever opens it compares
+  std::string pci;                     // with the UUID it names the device
+  uint64_t bytes = 0;                  // slots, each on a multiple of 256, and what is behind them
+  uint64_t mailbox = 0;                // behind the slots: kGpuMailboxBytes of this peer's
+  std::array<std::byte, 32> stamp{};   // random, at the mailbox: whoever opens it compares
   std::array<std::byte, 64> handle{};  // the runtime's own
 
   Bytes encode() const;
@@ -241,6 +249,30 @@ struct AcceptGpu {
 // its process says so.
 Bytes encode_gpu_closed();
 void decode_gpu_closed(std::span<const std::byte> body);
+
+// Producer -> consumer: a GPU of it has opened an arena, and has written gpu_trial() of the stamp
+// there, as it would chunks. Each trial once, before anything else is written.
+struct GpuTrial {
+  uint32_t arena = 0;
+  uint32_t trial = 0;  // at (1 + trial) * kGpuTrialBytes of the mailbox; less than kGpuTrials
+
+  Bytes encode() const;
+  static GpuTrial decode(std::span<const std::byte> body);
+};
+
+// Consumer -> producer: what has come of it.
+struct GpuTried {
+  uint32_t arena = 0;
+  uint32_t trial = 0;
+  std::string problem;  // "": it is there
+
+  Bytes encode() const;
+  static GpuTried decode(std::span<const std::byte> body);
+};
+
+// Producer -> consumer, after a HELLO without kGpuCachesBit: now it has a cache on a GPU.
+Bytes encode_gpu_caches();
+void decode_gpu_caches(std::span<const std::byte> body);
 
 // Producer -> consumer: chunk `chunk` is complete in slot `slot`. `bytes` is its true size, which
 // for a coded one only the producer knows before. Travels as a message where the arena is mapped,

@@ -81,6 +81,7 @@ class FakeLink : public Link {
     return room != nullptr;
   }
   void end_write() { sink_->on_written(*this, under_way.exchange(0), true); }
+  void lose() { sink_->on_lost(*this, "its process may live on"); }
   void end() { sink_->on_closed(*this, "the test is over"); }
   bool closed() const { return closed_; }
   std::vector<wire::Bytes> heard() {

@@ -81,15 +81,13 @@ inline const Decline kDecline{kId, "request-42", generation_from(0xa0), 7, 4, 1}
 inline const Memory kMemory{7, {std::byte{0xab}, std::byte{0xcd}, std::byte{0xef}}};
 inline const FetchDirect kFetchDirect{kFetch, FetchDirect::kDirect, {70, 0, 999}};
 inline const AcceptDirect kAcceptDirect{kAccept, 1, "as set"};
-inline const GpuArena kGpuArena{2,
-                                1,
-                                generation_from(0x10),
-                                "0000:c1:00.0",
-                                0x8020,
-                                generation_from<32>(0x40),
-                                generation_from<64>(0x80)};
+inline const GpuArena kGpuArena{
+    2,        1,       generation_from(0x10),     "0000:c1:00.0",
+    0x200000, 0x18000, generation_from<32>(0x40), generation_from<64>(0x80)};
 inline const FetchGpu kFetchGpu{kFetch, 2};
 inline const AcceptGpu kAcceptGpu{kAccept, 1, "both on"};
+inline const GpuTrial kGpuTrial{2, 14};
+inline const GpuTried kGpuTried{2, 14, "lost"};
 inline const Renew kRenew{"request-42", generation_from(0xa0)};
 
 inline Bytes from_hex(const std::string& text) {

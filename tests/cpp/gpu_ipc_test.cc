@@ -66,7 +66,8 @@ wire::GpuArena arena_of(uint32_t number) {
   wire::GpuArena arena;
   arena.arena = number;
   arena.pci = "0000:3b:00.0";
-  arena.bytes = kSlots * kSlot + 32;
+  arena.mailbox = kSlots * kSlot;
+  arena.bytes = arena.mailbox + wire::kGpuMailboxBytes;
   return arena;
 }
 
@@ -99,6 +100,20 @@ void announce(Side& side) {
   const int64_t row = TestCache::kContent * 2, block = row * TestCache::kHeads * 16;
   message.views = {{0, block, row * 16, row, 2}, {8u * block, block, row * 16, row, 2}};
   side.link->say(message.encode());
+}
+
+// When the FETCH has been said.
+Fetch begin_fetch(Side& consumer) {
+  FetchSpec spec;
+  spec.offer_id = "request-1";
+  spec.generation = generation_of(1);
+  spec.cache = consumer.cache;
+  spec.table.blocks = {3, 1, 7, 4};
+  spec.num_tokens = 64;
+  spec.parts = {{consumer.peer, {0}, 0, TestCache::kHeads}};
+  Fetch fetch = consumer.agent->fetch(spec);
+  REQUIRE(eventually([&] { return consumer.heard(MessageType::kFetch).size() == 1; }));
+  return fetch;
 }
 
 TEST_SUITE("memory of GPUs between processes") {
@@ -142,8 +157,15 @@ TEST_SUITE("memory of GPUs between processes") {
     CHECK(!refused([](wire::GpuArena&) {}));
     CHECK(refused([](wire::GpuArena& arena) { arena.arena = 0; }));
     CHECK(refused([](wire::GpuArena& arena) { arena.arena = 1; }));
+    CHECK(!refused([](wire::GpuArena& arena) { arena.bytes = UINT64_MAX; }));
     CHECK(refused([](wire::GpuArena& arena) { --arena.bytes; }));
-    CHECK(refused([](wire::GpuArena& arena) { arena.bytes = UINT64_MAX; }));
+    CHECK(refused([](wire::GpuArena& arena) { arena.bytes = 0; }));
+    CHECK(refused([](wire::GpuArena& arena) { arena.mailbox -= 256; }));
+    CHECK(refused([](wire::GpuArena& arena) {
+      arena.mailbox += 16;
+      arena.bytes += 16;
+    }));
+    CHECK(refused([](wire::GpuArena& arena) { arena.mailbox = UINT64_MAX - 255; }));
     Side many(/*inbound=*/true);
     for (uint32_t i = 1; i <= 64; ++i) many.link->say(arena_of(i).encode());
     CHECK(!many.link->closed());
@@ -184,7 +206,8 @@ TEST_SUITE("memory of GPUs between processes") {
           const Offer offer = side.agent->offer(
               {"request-1", generation_of(1), side.cache, {{3, 1, 7, 4}, 0, 0}, 64, 30, 1, true});
           wire::GpuArena arena = arena_of(3);
-          arena.bytes = whole * kSlot + 32;
+          arena.mailbox = whole * kSlot;
+          arena.bytes = arena.mailbox + wire::kGpuMailboxBytes;
           side.link->say(arena.encode());
           auto message = request(1);
           message.fetch.chunk_bytes = kSlot - 256;
@@ -198,24 +221,44 @@ TEST_SUITE("memory of GPUs between processes") {
     }
   }
 
+  TEST_CASE("a fetch from who is lost ends before who it was lets go of its slots") {
+    Side side(/*inbound=*/false);
+    const Fetch fetch = begin_fetch(side);
+    side.link->lose();
+    CHECK(fetch.done());
+    CHECK(fetch.status().code == StatusCode::kPeerLost);
+    CHECK(side.agent->stats().peers == 1);
+    CHECK(side.agent->stats().quarantined_slots > 0);
+    side.end();
+    CHECK(side.agent->stats().peers == 0);
+    CHECK(side.agent->stats().free_slots == side.agent->stats().slots);
+  }
+
   TEST_CASE("what was not asked or agreed ends the link") {
     Side unknown(/*inbound=*/true);
     announce(unknown);
     unknown.link->say(request(1).encode());
     CHECK(unknown.dropped_for("FETCH_GPU without GPU_ARENA"));
+    for (const wire::Bytes& message :
+         {wire::GpuTrial{1, 0}.encode(), wire::GpuTrial{0, wire::kGpuTrials}.encode()}) {
+      Side trial(/*inbound=*/false);
+      trial.link->say(message);
+      CHECK(trial.dropped_for("GPU_TRIAL is of no arena"));
+    }
+    Side tried(/*inbound=*/true);
+    tried.link->say(arena_of(1).encode());
+    tried.link->say(wire::GpuTried{1, 0, ""}.encode());
+    CHECK(tried.dropped_for("GPU_TRIED is of no trial"));
+    for (const uint32_t bits : {wire::kGpuIpcBit, 0u}) {
+      Side told(/*inbound=*/false, true, "", bits);
+      told.link->say(wire::encode_gpu_caches());
+      CHECK(told.dropped_for("GPU_CACHES was not agreed on") == (bits == 0));
+    }
     Side closed(/*inbound=*/false);
     closed.link->say(wire::encode_gpu_closed());
     CHECK(closed.link->closed());
     Side consumer(/*inbound=*/false);
-    FetchSpec spec;
-    spec.offer_id = "request-1";
-    spec.generation = generation_of(1);
-    spec.cache = consumer.cache;
-    spec.table.blocks = {3, 1, 7, 4};
-    spec.num_tokens = 64;
-    spec.parts = {{consumer.peer, {0}, 0, TestCache::kHeads}};
-    Fetch fetch = consumer.agent->fetch(spec);
-    REQUIRE(eventually([&] { return consumer.heard(MessageType::kFetch).size() == 1; }));
+    const Fetch fetch = begin_fetch(consumer);
     wire::AcceptGpu answer;
     answer.accept.fetch_id = wire::Fetch::decode(consumer.heard(MessageType::kFetch)[0]).fetch_id;
     answer.accept.order = {0, 1, 2, 3, 4};

@@ -38,6 +38,9 @@ void decode_any(Body message) {
     case MessageType::kFetchGpu: FetchGpu::decode(body); return;
     case MessageType::kAcceptGpu: AcceptGpu::decode(body); return;
     case MessageType::kGpuClosed: decode_gpu_closed(body); return;
+    case MessageType::kGpuTrial: GpuTrial::decode(body); return;
+    case MessageType::kGpuTried: GpuTried::decode(body); return;
+    case MessageType::kGpuCaches: decode_gpu_caches(body); return;
   }
 }
 
@@ -107,7 +110,7 @@ TEST_CASE("names and reasons beyond their limits are refused") {
 
 TEST_CASE("an unknown message type is named") {
   CHECK(protocol_error([] { type_of({}); }) == "empty message");
-  for (const int type : {0, 24, 25, 128, 255}) {
+  for (const int type : {0, 27, 28, 128, 255}) {
     const Bytes message{static_cast<std::byte>(type)};
     CHECK(protocol_error([&] { type_of(message); }) ==
           "unknown message type " + std::to_string(type));

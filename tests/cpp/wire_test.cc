@@ -74,8 +74,8 @@ auto fields(const AcceptDirect& m) {
   return std::tuple(fields(accept), direct, why);
 }
 auto fields(const GpuArena& m) {
-  const auto& [arena, vendor, uuid, pci, bytes, stamp, handle] = m;
-  return std::tie(arena, vendor, uuid, pci, bytes, stamp, handle);
+  const auto& [arena, vendor, uuid, pci, bytes, mailbox, stamp, handle] = m;
+  return std::tie(arena, vendor, uuid, pci, bytes, mailbox, stamp, handle);
 }
 auto fields(const FetchGpu& m) {
   const auto& [fetch, arena] = m;
@@ -84,6 +84,14 @@ auto fields(const FetchGpu& m) {
 auto fields(const AcceptGpu& m) {
   const auto& [accept, gpu, why] = m;
   return std::tuple(fields(accept), gpu, why);
+}
+auto fields(const GpuTrial& m) {
+  const auto& [arena, trial] = m;
+  return std::tie(arena, trial);
+}
+auto fields(const GpuTried& m) {
+  const auto& [arena, trial, problem] = m;
+  return std::tie(arena, trial, problem);
 }
 auto fields(const Commit& m) {
   const auto& [id, chunk, slot, bytes, digest] = m;
@@ -129,6 +137,9 @@ TEST_CASE("every message is encoded as in the golden file, and decoded from it")
   check_golden("fetch_gpu", MessageType::kFetchGpu, kFetchGpu);
   check_golden("accept_gpu", MessageType::kAcceptGpu, kAcceptGpu);
   CHECK(encode_gpu_closed() == golden().at("gpu_closed"));
+  check_golden("gpu_trial", MessageType::kGpuTrial, kGpuTrial);
+  check_golden("gpu_tried", MessageType::kGpuTried, kGpuTried);
+  CHECK(encode_gpu_caches() == golden().at("gpu_caches"));
   check_golden("hello", MessageType::kHello, kHello);
   check_golden("layout", MessageType::kLayout, kLayout);
   check_golden("fetch", MessageType::kFetch, kFetch);

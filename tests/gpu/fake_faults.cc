@@ -55,6 +55,16 @@ void FakeGpus::open_wrongly(bool wrong) {
   wrongly_ = wrong;
 }
 
+void FakeGpus::lose_writes(bool lose) {
+  const std::lock_guard lock(mutex_);
+  lose_writes_ = lose;
+}
+
+void FakeGpus::repeat_handles(bool repeat) {
+  const std::lock_guard lock(mutex_);
+  repeat_handles_ = repeat;
+}
+
 void FakeGpus::damage() {
   const std::lock_guard lock(mutex_);
   const auto largest = std::max_element(
@@ -72,7 +82,7 @@ void FakeGpus::forget_faults() {
   stalled_.clear();
   held_.clear();
   held_devices_.clear();
-  all_held_ = lost_ = wrongly_ = false;
+  all_held_ = lost_ = wrongly_ = lose_writes_ = repeat_handles_ = false;
   copies_to_lose_ = 0;
   changed_.notify_all();
 }
@@ -113,6 +123,10 @@ using kvxfer::fake::Problem;
 
 CONTROL void fake_gpu_fail_often(const char* call, int problem, unsigned nth, unsigned times) {
   FakeGpus::instance().fail(call, static_cast<Problem>(problem), nth, times);
+}
+CONTROL void fake_gpu_lose_writes(int lose) { FakeGpus::instance().lose_writes(lose != 0); }
+CONTROL void fake_gpu_repeat_handles(int repeat) {
+  FakeGpus::instance().repeat_handles(repeat != 0);
 }
 CONTROL void fake_gpu_forget_faults() { FakeGpus::instance().forget_faults(); }
 CONTROL void fake_gpu_damage_shared(unsigned bits) { FakeGpus::instance().damage_shared(bits); }

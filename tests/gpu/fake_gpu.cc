@@ -264,6 +264,9 @@ Problem FakeGpus::export_handle(uintptr_t address, IpcHandle& handle) {
   const HandleOf about{kMagic, ::getpid(), memory->fd, memory->device, memory->lead, memory->bytes};
   handle = {};
   std::memcpy(handle.data(), &about, sizeof(about));
+  const std::lock_guard lock(mutex_);
+  if (repeat_handles_) handle = last_handle_;
+  last_handle_ = handle;
   return Problem::kNone;
 }
 
@@ -283,7 +286,7 @@ Problem FakeGpus::open_handle(const IpcHandle& handle, unsigned flags, uintptr_t
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return Problem::kInvalidHandle;
   const size_t mapped = whole_pages(kLead + about.bytes);
-  const int kind = wrongly_ ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED;
+  const int kind = wrongly_ ? MAP_SHARED | MAP_ANONYMOUS : lose_writes_ ? MAP_PRIVATE : MAP_SHARED;
   void* address = ::mmap(nullptr, mapped, PROT_NONE, kind, wrongly_ ? -1 : fd,
                          wrongly_ ? 0 : static_cast<off_t>(about.lead));
   if (address == MAP_FAILED ||

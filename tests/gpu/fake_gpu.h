@@ -116,6 +116,10 @@ class FakeGpus {
   Problem close_handle(uintptr_t base);  // waits for the device
   // What is opened is other memory than what was asked for.
   void open_wrongly(bool wrong);
+  // What is written into memory that is opened from now on does not arrive there.
+  void lose_writes(bool lose);
+  // Each export answers the last one's handle.
+  void repeat_handles(bool repeat);
   // Memory of this process that others have open, and that was freed while they had.
   uint64_t opened() const { return opened_by_us_; }
   uint64_t early_frees() const { return early_frees_; }
@@ -181,7 +185,9 @@ class FakeGpus {
   std::map<std::string, Failure> failures_;
   std::map<std::string, uint64_t> calls_;
   std::string stalled_;
-  bool wrongly_ = false;
+  bool wrongly_ = false, lose_writes_ = false;
+  bool repeat_handles_ = false;
+  IpcHandle last_handle_{};
   bool adjacent_ = false;
   int pool_ = -1;  // the descriptor; as long as something is allocated there
   uintptr_t pool_begin_ = 0;

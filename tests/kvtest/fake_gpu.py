@@ -159,6 +159,14 @@ class Gpus:
         """Let what is opened be other memory than what was asked for."""
         self._library.fake_gpu_open_wrongly(int(wrong))
 
+    def lose_writes(self, lose: bool) -> None:
+        """Let what is written into memory that is opened from now on not arrive there."""
+        self._library.fake_gpu_lose_writes(int(lose))
+
+    def repeat_handles(self, repeat: bool) -> None:
+        """Let each export answer the last one's handle."""
+        self._library.fake_gpu_repeat_handles(int(repeat))
+
     def damage(self) -> None:
         """Flip bits all over the largest allocation."""
         self._library.fake_gpu_damage()

@@ -315,8 +315,10 @@ class Agent {
   AgentMetrics metrics() const;
 
   // Fails what is open with kClosed, says goodbye to peers, joins the threads. Takes a second at
-  // worst, after direct fetches three, and the time to unpin caches. Idempotent.
-  void close();
+  // worst, after direct fetches three, and the time to unpin caches; where a GPU does not get done,
+  // gpu_timeout and some seconds. Returns of how many GPUs the memory could not be freed by then:
+  // it is when they get there. Idempotent.
+  uint32_t close();
 
  private:
   std::shared_ptr<AgentCore> core_;

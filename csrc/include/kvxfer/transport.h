@@ -43,6 +43,10 @@ class LinkSink {
   // The source of write(token) may be reused. `ok` false: the link is failing.
   virtual void on_written(Link& link, uint64_t token, bool ok) = 0;
 
+  // The peer says nothing any more, but its end may be long in coming, as it may yet write into our
+  // memory: see Link::expose_gpus(). On the control thread, at most once.
+  virtual void on_lost([[maybe_unused]] Link& link, [[maybe_unused]] const std::string& reason) {}
+
   // Exactly once, also after close(), on the control thread: the last call of all, but for what a
   // later write() gets back from inside. The peer can write into our memory no more.
   virtual void on_closed(Link& link, const std::string& reason) = 0;

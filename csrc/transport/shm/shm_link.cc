@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <exception>
 #include <new>
 #include <string>
 #include <utility>
@@ -166,9 +167,10 @@ class ShmLink final : public LinkBase {
         control().remove(process_.exit.get());
         finish();
       });
-    } catch (const Error&) {
+    } catch (const std::exception&) {
       // Then nobody knows, and what the peer had is never used again.
     }
+    sink().on_lost(*this, "its connection has ended, and its process perhaps not yet");
   }
 
   // On the control loop.

@@ -37,6 +37,9 @@ Bytes again(MessageType type, std::span<const std::byte> body) {
     case MessageType::kFetchGpu: return again<wire::FetchGpu>(body);
     case MessageType::kAcceptGpu: return again<wire::AcceptGpu>(body);
     case MessageType::kGpuClosed: wire::decode_gpu_closed(body); return wire::encode_gpu_closed();
+    case MessageType::kGpuTrial: return again<wire::GpuTrial>(body);
+    case MessageType::kGpuTried: return again<wire::GpuTried>(body);
+    case MessageType::kGpuCaches: wire::decode_gpu_caches(body); return wire::encode_gpu_caches();
     case MessageType::kDeclined:
     case MessageType::kDone:
     case MessageType::kCancel:
