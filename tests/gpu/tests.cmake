@@ -5,6 +5,7 @@ file(GLOB gpu_test_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cc)
 set(fake_gpu_sources ${gpu_test_sources})
 list(FILTER fake_gpu_sources INCLUDE REGEX "/fake_[a-z]*\\.cc$")
 list(FILTER gpu_test_sources EXCLUDE REGEX "/fake_[a-z]*\\.cc$")
+list(APPEND gpu_test_sources ${CMAKE_CURRENT_LIST_DIR}/../cpp/failing_new.cc)
 foreach(wave 32 64)
   # Small workgroups: each of their threads is a stack to switch to.
   set(definitions KVXFER_WAVE=${wave} KVXFER_GPU_THREADS=128)
