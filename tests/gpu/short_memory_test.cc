@@ -95,7 +95,7 @@ TEST_CASE("where memory runs short while an arena is opened, later fetches are a
       agent.register_cache(shape.layout(reinterpret_cast<std::byte*>(memory)), /*on_gpu=*/true);
   const Offer offer = agent.offer({"request-1", {}, cache, {{3, 1}, 0, 0}, 16, 60, 9, true});
   int dropped = 0;
-  for (int n = 0; n < 120; n += 3) {
+  for (int n = 0; n < 120; ++n) {
     CAPTURE(n);
     const auto link = std::make_shared<FakeLink>(/*one_sided=*/false, kSlots * kSlot);
     link->gpu_problem = "";
@@ -120,7 +120,7 @@ TEST_CASE("where memory runs short while an arena is opened, later fetches are a
     }
     link->end();
   }
-  CHECK(dropped < 40);
+  CHECK(dropped < 120);
   agent.close();
   {
     const CurrentDevice current(*runtime, 0);
