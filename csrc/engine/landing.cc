@@ -127,14 +127,18 @@ void distrust_gpu_slots(const Part& part) {
                             "host's memory until it is connected anew";
 }
 
-// What adapters wrote into a GPU could not be settled, and no digest would tell whether it is
-// there. As when a rail is lost, that would happen to later fetches over that link, too, so they
-// are staged. The memory stays registered: other fetches may be under way.
+// What adapters wrote into a GPU is not there, or could not be settled, and no digest would tell
+// whether it is. As with a registration that leads nowhere, or where a rail is lost, that would
+// happen to later fetches over that link, too, so they are staged. The memory stays registered:
+// other fetches may be under way.
 void distrust_direct(const Part& part, const Status& status) {
   const auto target = part.peer->targets.find(part.fetch->cache->id);
   if (target == part.peer->targets.end()) return;
   target->second.problem =
-      "what was written straight into the GPU's memory could not be settled: " + status.message;
+      "what was written straight into the GPU's memory " +
+      std::string(status.code == StatusCode::kCorrupt ? "was damaged, until it is connected anew: "
+                                                      : "could not be settled: ") +
+      status.message;
 }
 
 // A chunk that will not be unpacked any more: its fetch ended while it waited for the caller's GPU.
@@ -167,7 +171,8 @@ void unpack_chunk(AgentCore& core, const std::shared_ptr<Part>& part, const wire
     ++core.counters.digest_errors;
     if (part->gpu) distrust_gpu_slots(*part);
   }
-  if (!status.ok() && part->direct && fetch->cache->gpu && !core.options.digest) {
+  const bool suspect = core.options.digest ? status.code == StatusCode::kCorrupt : !status.ok();
+  if (suspect && part->direct && fetch->cache->gpu) {
     distrust_direct(*part, status);
   }
   if (fetch->ending) {

@@ -37,6 +37,29 @@ def test_a_flipped_bit_is_found(agents: tuple[kvxfer.Agent, kvxfer.Agent]) -> No
         offer.release()
 
 
+def test_a_registration_that_leads_nowhere_is_not_used_again(gpus: Gpus) -> None:
+    """The trial had passed before; afterwards each fetch over that link would be damaged."""
+    with (
+        pair("verbs", **DIRECT) as (prefill, decode),
+        made(SIDE, HOST, seed=1) as source,
+        made(SIDE, 1) as target,
+    ):
+        moved(prefill, decode, HOST, 1)
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS, consumers=2)
+        fake_verbs.lose_gpu_writes(True)
+        with pytest.raises(kvxfer.TransferError, match="does not match its digest"):
+            decode.fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG).wait()
+        fake_verbs.lose_gpu_writes(False)
+        fetch = decode.fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG)
+        fetch.wait()
+        assert look(target).same_as(source)
+        assert fetch.report.path == "staged"
+        assert "was damaged, until it is connected anew" in fetch.report.path_why
+        offer.release()
+
+
 def test_bytes_that_change_behind_the_digest_are_found(gpus: Gpus) -> None:
     """The producer digests on the GPU, then the adapter reads what is no longer the same."""
     with (
