@@ -23,7 +23,7 @@ from kvtest import fake_gpu, fake_verbs, ucx
 
 import kvxfer
 
-_LANES = (*TRANSPORTS, *GPU_LANES)
+_LANES = [lane for lanes in itertools.zip_longest(TRANSPORTS, GPU_LANES) for lane in lanes if lane]
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -74,6 +75,7 @@ class Fleet:
         self.probing: dict[int, str] = {}  # what each probe is about
         # Of links over adapters, by consumer and producer, when last probed. None: some were lost.
         self.queue_pairs: dict[tuple[str, str], int | None] = {}
+        self._left_over: collections.Counter[str] = collections.Counter()
         self.starting: set[str] = set()
         self._incarnations: dict[str, int] = {}
         self._tickets: dict[int, kvxfer.Ticket] = {}
@@ -278,9 +280,9 @@ class Fleet:
             self.outcome.paths[event["path"]] += 1
         running = self.running.pop(event["id"], None)
         probe = self.probing.pop(event["id"], None)
-        if probe is not None and status != "OK":
+        if probe is not None and status != "OK" and not self._is_left_over(probe, status):
             self.find("unexplained", f"{probe} ended {status}: {event['message']}")
-        elif probe is not None:
+        elif probe is not None and status == "OK":
             for peer, pairs in event["queue pairs"].items():
                 self.queue_pairs[event["agent"], peer] = pairs
         elif status == "INVALID" or (status != "OK" and self.schedule.calm):
@@ -289,6 +291,16 @@ class Fleet:
             self._look_for_reason(status, event["path why" if status == "OK" else "message"])
         if running is not None:
             self._note_detection(running, status, event["time"])
+
+    def _is_left_over(self, probe: str, status: str) -> bool:
+        """Whether a fault that is over shows now: memory was registered so that writes are lost.
+
+        That lasts as long as the connection, and is found by the first fetch over it, one of which
+        has at most two.
+        """
+        self._left_over[probe] += status == "CORRUPT"
+        most = 2 * self.outcome.faults["GPU: writes to GPUs are lost"]
+        return status == "CORRUPT" and self._left_over[probe] <= most
 
     def _look_for_reason(self, status: str, message: str) -> None:
         happened = set(self.outcome.faults)

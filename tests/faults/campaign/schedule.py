@@ -24,7 +24,7 @@ PROBES = 1_000_000  # numbers from here on are of fetches that see whether all w
 # that exist in one process only, "rdma" those that KVXFER_TEST_VERBS names.
 TRANSPORTS = ("loopback", "shm", "tcp", "namespaces", "verbs", "rdma", *ucx.LANES)
 # The same with caches on GPUs that are made up, in each process some of its own.
-GPU_LANES = tuple(f"gpu-{name}" for name in ("loopback", "shm", "tcp", "verbs", *ucx.LANES))
+GPU_LANES = tuple(f"gpu-{name}" for name in ("shm", "verbs", "tcp", "loopback", *ucx.LANES))
 CODECS = ("raw", "raw", "raw", "int8", "fp8_e4m3", "fp8_e5m2", "auto")
 
 
