@@ -30,7 +30,7 @@ class Verbs {
   std::vector<VerbsRail> rails() const { return fabric_.rails(); }
 
   // A side of a connection. The arena is registered for each peer, so that its keys end with it;
-  // what we send from once, for nobody learns those.
+  // what we send from once, for nobody learns those. Connections hold it, for they outlive this.
   VerbsEndpoint endpoint(bool with_arena) {
     if (with_arena) {
       const AgentMemory arena = agent_.arena();
@@ -41,7 +41,7 @@ class Verbs {
       const AgentMemory staging = agent_.staging();
       staging_ = fabric_.register_memory(staging.bytes, VerbsAccess::kSource, staging.owner);
     }
-    return {fabric_, nullptr};
+    return {fabric_, nullptr, staging_};
   }
 
  private:

@@ -37,3 +37,9 @@ def fetched(
         assert target.same_as(source)
         assert offer.wait(LONG) is Status.OK
     return fetch.report
+
+
+def ends(link: str) -> set[tuple[str, str]]:
+    """Return the adapters at our and at the peer's end of the paths of a link."""
+    paths = [path.split(" - ") for path in link.split(";")[1:] if " - " in path]
+    return {(ours.strip().split(":")[0], theirs.split(":")[0]) for ours, theirs, *_ in paths}

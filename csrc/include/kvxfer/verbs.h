@@ -99,9 +99,11 @@ class VerbsFabric {
 // thread-safe.
 class VerbsEndpoint {
  public:
-  // `arena`: what the peer is to write into (the consumer's side), or null (the producer's). Throws
-  // Error(kNoResources).
-  VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena);
+  // `arena`: what the peer is to write into (the consumer's side), or null (the producer's).
+  // `source`: what writes go out from, if it is registered; held for as long as the link lasts.
+  // Throws Error(kNoResources).
+  VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena,
+                std::shared_ptr<VerbsMemory> source = nullptr);
   ~VerbsEndpoint();
   VerbsEndpoint(VerbsEndpoint&&) noexcept;
   VerbsEndpoint& operator=(VerbsEndpoint&&) noexcept;

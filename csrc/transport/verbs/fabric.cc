@@ -168,10 +168,12 @@ std::shared_ptr<VerbsMemory> VerbsFabric::register_memory(std::span<std::byte> m
   return state_->register_memory(memory, access, std::move(owner));
 }
 
-VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena)
+VerbsEndpoint::VerbsEndpoint(const VerbsFabric& fabric, std::shared_ptr<VerbsMemory> arena,
+                             std::shared_ptr<VerbsMemory> source)
     : state_(std::make_unique<State>()) {
   state_->fabric = fabric.state_;
   state_->arena = std::move(arena);
+  state_->source = std::move(source);
   ibv::EndpointAddress& address = state_->address;
   if (state_->arena) {
     address.arena_base = reinterpret_cast<uint64_t>(state_->arena->memory().data());

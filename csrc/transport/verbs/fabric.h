@@ -69,7 +69,8 @@ struct VerbsFabric::State : std::enable_shared_from_this<State> {
 
 struct VerbsEndpoint::State {
   std::shared_ptr<VerbsFabric::State> fabric;
-  std::shared_ptr<VerbsMemory> arena;  // null: the producer's side
+  std::shared_ptr<VerbsMemory> arena;   // null: the producer's side
+  std::shared_ptr<VerbsMemory> source;  // null: not known
   ibv::EndpointAddress address;
   std::vector<std::byte> encoded;
   std::vector<std::vector<std::unique_ptr<ibv::QueuePair>>> qps;  // [rail][queue pair]

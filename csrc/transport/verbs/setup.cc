@@ -14,6 +14,7 @@ VerbsLink::VerbsLink(IoThreads& threads, UniqueFd socket, VerbsEndpoint::State e
     : LinkBase(threads.control(), 1 + choices.size()),
       fabric_(std::move(endpoint.fabric)),
       arena_(std::move(endpoint.arena)),
+      source_(std::move(endpoint.source)),
       remote_(std::move(remote)),
       remote_arena_(std::make_shared<ibv::Target>(remote_)),
       reader_(arena_ != nullptr),

@@ -149,6 +149,7 @@ class VerbsLink final : public LinkBase, public ibv::Listener {
 
   const std::shared_ptr<VerbsFabric::State> fabric_;
   const std::shared_ptr<VerbsMemory> arena_;
+  const std::shared_ptr<VerbsMemory> source_;  // so that it stays registered
   const ibv::EndpointAddress remote_;
   const std::shared_ptr<const ibv::Target> remote_arena_;
   const bool reader_;
