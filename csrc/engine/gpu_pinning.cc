@@ -16,8 +16,11 @@ namespace {
 
 // Of scratch memory that a registration is tried on, and the part of it that is registered: a part
 // that begins and ends within pages, and has the end of a large page in it, as a tensor's has that
-// an allocator cut out of a larger piece. A registration that forgets the offset fails there.
+// an allocator cut out of a larger piece. What is at the begin is registered, too, for what is
+// exported begins with the first of several arrays: so the part is many pages and some bytes into
+// that. A registration that forgets either fails there.
 constexpr size_t kScratch = 5u << 20, kBegin = (2u << 20) - 12'848, kBytes = (2u << 20) + 30'000;
+constexpr size_t kHead = 5'000;
 constexpr double kTrySeconds = 5, kProbeSeconds = 2, kReadBackSeconds = 1;
 
 const char* name_of(GpuDirect way) {
@@ -106,10 +109,11 @@ void read_back(const DirectMemory& memory, const std::byte* from) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Where in the registered part adapters write or read: at its ends, and across the large page's.
-std::array<size_t, 3> places() {
+// Where in the scratch memory adapters write or read: at the ends of what is registered, and across
+// the large page's.
+std::array<size_t, 5> places() {
   constexpr size_t kProbe = DirectMemory::kProbeBytes;
-  return {0, (2u << 20) - kBegin - kProbe / 2, kBytes - kProbe};
+  return {0, kHead - kProbe, kBegin, (2u << 20) - kProbe / 2, kBegin + kBytes - kProbe};
 }
 
 // Has an adapter write at those places, and compares all of the scratch memory with what it should
@@ -118,9 +122,9 @@ void try_writes(GpuRuntime& runtime, int device, const DirectMemory& memory, siz
                 std::vector<std::byte>& expected, GpuLane& lane) {
   auto* const scratch = reinterpret_cast<std::byte*>(lane.slot());
   for (const size_t place : places()) {
-    const auto bytes = std::span(expected).subspan(kBegin + place, DirectMemory::kProbeBytes);
+    const auto bytes = std::span(expected).subspan(place, DirectMemory::kProbeBytes);
     for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern(adapter, place + i);
-    memory.put(adapter, scratch + kBegin + place, bytes, kProbeSeconds);
+    memory.put(adapter, scratch + place, bytes, kProbeSeconds);
   }
   runtime.settle_writes(device, [&] { read_back(memory, scratch + kBegin); });
   runtime.copy(lane.host_slot(), scratch, kScratch, lane.stream());
@@ -137,8 +141,8 @@ void try_reads(const DirectMemory& memory, size_t adapter, const std::vector<std
                const std::byte* scratch) {
   for (const size_t place : places()) {
     std::array<std::byte, DirectMemory::kProbeBytes> got = {};
-    memory.get(adapter, scratch + kBegin + place, got, kProbeSeconds);
-    if (!std::equal(got.begin(), got.end(), &expected[kBegin + place])) {
+    memory.get(adapter, scratch + place, got, kProbeSeconds);
+    if (!std::equal(got.begin(), got.end(), &expected[place])) {
       throw WrongBytes("RDMA device '" + memory.adapter_name(adapter) +
                        "' read other bytes of scratch memory than are there");
     }
@@ -155,8 +159,9 @@ void exercise(GpuRuntime& runtime, int device, GpuDirect way, Link& link, Link::
   std::memcpy(lane.host_slot(), expected.data(), kScratch);
   runtime.copy(scratch, lane.host_slot(), kScratch, lane.stream());
   lane.finish();
-  const std::array<std::span<std::byte>, 1> part = {{{scratch + kBegin, kBytes}}};
-  const auto memory = register_spans(runtime, way, link, part, use);
+  const std::array<std::span<std::byte>, 2> parts = {
+      {{scratch, kHead}, {scratch + kBegin, kBytes}}};
+  const auto memory = register_spans(runtime, way, link, parts, use);
   for (size_t adapter = 0; adapter < memory->adapters(); ++adapter) {
     if (use == Link::DirectUse::kTarget) {
       try_writes(runtime, device, *memory, adapter, expected, lane);

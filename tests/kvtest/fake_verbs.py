@@ -113,9 +113,9 @@ def lose_gpu_writes(lose: bool) -> None:
     library().fake_verbs_lose_gpu_writes(lose)
 
 
-def forget_offsets(forget: bool) -> None:
-    """Let registrations of dma-bufs begin where those do, wherever the memory is in them."""
-    library().fake_verbs_forget_offsets(forget)
+def mask_offsets(mask: int) -> None:
+    """Let registrations heed only these bits of where in dma-bufs memory begins."""
+    library().fake_verbs_mask_offsets(ctypes.c_uint64(mask))
 
 
 def land_gpu_writes() -> object:

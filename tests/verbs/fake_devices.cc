@@ -171,7 +171,7 @@ static int map_memory(const World& all, Mr& mr, int fd, size_t offset) {
 // A dma-buf begins where its descriptor stands in what is behind it.
 static int map_dmabuf(const World& all, Mr& mr, const fake_verbs::Registration& asked) {
   const auto begin = static_cast<size_t>(::lseek(asked.fd, 0, SEEK_CUR));
-  return map_memory(all, mr, asked.fd, begin + (all.forget_offsets ? 0 : asked.offset));
+  return map_memory(all, mr, asked.fd, begin + (asked.offset & all.offset_mask));
 }
 
 // The same for an address that may be a GPU's.

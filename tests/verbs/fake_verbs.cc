@@ -158,10 +158,10 @@ void lose_gpu_writes(bool lose) {
   all.lose_gpu_writes = lose;
 }
 
-void forget_offsets(bool forget) {
+void mask_offsets(uint64_t mask) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
-  all.forget_offsets = forget;
+  all.offset_mask = mask;
 }
 
 void delay_gpu_writes(bool delay) {
@@ -287,7 +287,7 @@ void fake_verbs_set_max_mr_size(uint64_t bytes) {
 
 void fake_verbs_lose_gpu_writes(bool lose) { fake_verbs::lose_gpu_writes(lose); }
 
-void fake_verbs_forget_offsets(bool forget) { fake_verbs::forget_offsets(forget); }
+void fake_verbs_mask_offsets(uint64_t mask) { fake_verbs::mask_offsets(mask); }
 
 void fake_verbs_delay_gpu_writes(bool delay) { fake_verbs::delay_gpu_writes(delay); }
 

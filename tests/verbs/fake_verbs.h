@@ -84,8 +84,8 @@ void lose_acknowledgements(const std::string& device, bool lose);
 
 // Registrations of GPU memory from now on look all right, and lead to memory that nobody sees.
 void lose_gpu_writes(bool lose);
-// What registrations of dma-bufs from now on are told of where in them memory begins is forgotten.
-void forget_offsets(bool forget);
+// Of where in dma-bufs memory begins, registrations from now on heed these bits.
+void mask_offsets(uint64_t mask);
 // While set, what adapters write into GPU memory is on its way, and acknowledged, but not there:
 // not before land_gpu_writes(), or that adapter reads from GPU memory, or its registration ends.
 void delay_gpu_writes(bool delay);
@@ -139,7 +139,7 @@ void fake_verbs_hold_sends(bool hold);
 void fake_verbs_hold_registrations(bool hold);
 void fake_verbs_set_max_mr_size(uint64_t bytes);  // of devices that are opened from now on
 void fake_verbs_lose_gpu_writes(bool lose);
-void fake_verbs_forget_offsets(bool forget);
+void fake_verbs_mask_offsets(uint64_t mask);
 void fake_verbs_delay_gpu_writes(bool delay);
 void fake_verbs_land_gpu_writes();
 uint64_t fake_verbs_delayed_gpu_writes();

@@ -56,7 +56,8 @@ void World::forget_faults() {
   mute.clear();
   held.clear();
   hold_completions = hold_sends = hold_registrations = lose_gpu_writes = false;
-  forget_offsets = delay_gpu_writes = false;
+  delay_gpu_writes = false;
+  offset_mask = UINT64_MAX;
   land([](const DelayedWrite&) { return true; });
   flips = 0;
   peer_memory = nullptr;

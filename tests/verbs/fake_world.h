@@ -139,7 +139,8 @@ class World {
   std::map<uint32_t, Qp*> qps;
   std::vector<std::pair<ibv::Cq*, Completion>> held;
   bool hold_completions = false, hold_sends = false, hold_registrations = false;
-  bool lose_gpu_writes = false, forget_offsets = false, delay_gpu_writes = false;
+  bool lose_gpu_writes = false, delay_gpu_writes = false;
+  uint64_t offset_mask = UINT64_MAX;
   std::deque<DelayedWrite> delayed;
   uint32_t flips = 0;  // RDMA writes that are yet to be damaged
   fake_verbs::PeerMemory peer_memory = nullptr;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from kvtest import fake_verbs
 from kvtest.agents import LONG, pair, until
@@ -14,6 +16,8 @@ import kvxfer
 from kvxfer import _core
 
 pytestmark = needs_fake_adapters
+
+IN_PAGE = os.sysconf("SC_PAGESIZE") - 1  # the bits of an offset that lead on within a page
 
 
 def test_a_registration_that_leads_nowhere_is_not_used(gpus: Gpus) -> None:
@@ -46,17 +50,18 @@ def test_where_one_way_leads_nowhere_the_other_is_taken(gpus: Gpus) -> None:
             assert "by dma-buf" in moved(*both, HOST, 1).path_why
 
 
+@pytest.mark.parametrize("heeded", [0, IN_PAGE, ~IN_PAGE])
 @pytest.mark.parametrize(
     ("here", "there", "why"),
     [(HOST, 1, "is not there, or elsewhere"), (1, HOST, "read other bytes of scratch memory")],
 )
 def test_a_dmabuf_that_begins_elsewhere_is_not_used(
-    gpus: Gpus, here: int, there: int, why: str
+    gpus: Gpus, here: int, there: int, why: str, heeded: int
 ) -> None:
     """Peer memory is, where there is a module for it."""
     with pair("verbs", **DIRECT) as both:
         moved(*both, HOST, HOST)
-        fake_verbs.forget_offsets(True)
+        fake_verbs.mask_offsets(heeded)
         report = moved(*both, here, there)
         assert report.path == "staged"
         assert why in report.path_why
