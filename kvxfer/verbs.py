@@ -20,6 +20,15 @@ _SYSFS = "/sys"
 _GPU, _ANY = "gpu", "any"
 
 
+def _devices(config: Config) -> list[str]:
+    return [name.strip() for name in (config.verbs_devices or "").split(",") if name.strip()]
+
+
+def _near(config: Config) -> str:
+    """Return what ports are to be near to; empty where nothing is said."""
+    return (config.verbs_near or "").strip().lower()
+
+
 def _options(config: Config | None, gpus: Sequence[str] = ()) -> _core.VerbsOptions:
     from kvxfer import _core  # only here: importing kvxfer loads no native code
 
@@ -33,9 +42,9 @@ def _options(config: Config | None, gpus: Sequence[str] = ()) -> _core.VerbsOpti
             gpus=[],
             sysfs=_SYSFS,
         )
-    near = config.verbs_near or ""
+    near = _near(config)
     return _core.VerbsOptions(
-        devices=[name.strip() for name in (config.verbs_devices or "").split(",") if name.strip()],
+        devices=_devices(config),
         gid_index=config.verbs_gid_index,
         queue_pairs=config.verbs_queue_pairs,
         traffic_class=config.verbs_traffic_class,
@@ -145,8 +154,8 @@ class Adapters:
 
     def _wants_near_gpus(self) -> bool:
         """Ports that were named are meant, unless it is said that only the nearest are."""
-        near = self._config.verbs_near
-        return near == _GPU or (near is None and self._config.verbs_devices is None)
+        near = _near(self._config)
+        return near == _GPU or not (near or _devices(self._config))
 
     def close(self) -> None:
         """Let go of the adapters. Links that were made with them keep what they need."""

@@ -71,10 +71,12 @@ Place place_named(const std::string& sysfs, const std::string& text) {
     throw Error(StatusCode::kInvalid, "there is no PCI device " + address + " in " + sysfs +
                                           "/bus/pci/devices to choose RDMA ports near to");
   }
-  throw Error(StatusCode::kInvalid,
-              "'" + text +
-                  "' names no place to choose RDMA ports near to: give the PCI address of "
-                  "a device, as 0000:c1:00.0, or a NUMA node, as numa:1");
+  throw Error(
+      StatusCode::kInvalid,
+      "'" + text +
+          "' names no place to choose RDMA ports near to: give the PCI address of "
+          "a device, as 0000:c1:00.0, or a NUMA node, as numa:1 (verbs_near may also be gpu, "
+          "for the GPUs that hold caches, or any, for all ports)");
 }
 
 int distance(const Place& a, const Place& b) {

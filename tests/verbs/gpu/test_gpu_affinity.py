@@ -63,6 +63,9 @@ def test_the_nearest_to_a_gpu(gpus: Gpus, sysfs: Sysfs, device: int, other: int)
         ({"verbs_devices": "fake1"}, {"fake1"}),
         ({"verbs_devices": "fake0,fake1", "verbs_near": "gpu"}, {"fake0"}),
         ({"verbs_near": "gpu"}, {"fake0"}),
+        ({"verbs_near": " GPU"}, {"fake0"}),
+        ({"verbs_near": "Any"}, {"fake0", "fake1"}),
+        ({"verbs_near": "", "verbs_devices": " "}, {"fake0"}),  # nothing is said
     ],
 )
 def test_what_was_said_by_name_comes_first(
@@ -70,7 +73,7 @@ def test_what_was_said_by_name_comes_first(
 ) -> None:
     link = used(0, 0, **knobs)
     assert ends(link) == {(name, name) for name in expected}
-    assert (f"nearest to GPU {CUDA[0]}" in link) is (knobs.get("verbs_near") == "gpu")
+    assert (f"nearest to GPU {CUDA[0]}" in link) is (expected == {"fake0"})
 
 
 def test_caches_of_the_host_use_all(gpus: Gpus, sysfs: Sysfs) -> None:
@@ -202,7 +205,7 @@ def test_over_hip(gpus: Gpus, tmp_path: Path) -> None:
 
 
 def test_names_of_nothing(gpus: Gpus, sysfs: Sysfs) -> None:
-    with pytest.raises(kvxfer.ConfigError, match="names no place to choose RDMA ports near to"):
+    with pytest.raises(kvxfer.ConfigError, match="names no place .* may also be gpu.* or any"):
         kvxfer.Config(transport="verbs", verbs_near="gpu0")
     with pytest.raises(kvxfer.ConfigError, match="there is no PCI device 0000:99:00.0"):
         kvxfer.Config(transport="verbs", verbs_near="0000:99:00.0")
