@@ -143,8 +143,10 @@ std::shared_ptr<Link> make_verbs_link(IoThreads& threads, int control_fd, VerbsE
       return all;
     };
     throw Error(StatusCode::kUnreachable,
-                "no RDMA port of ours (" + list(ours.address) + ") reaches one of the peer's (" +
-                    list(theirs) + "): they need the same link layer and addresses of one kind");
+                "no RDMA port of ours (" + list(ours.address) + ours.fabric->nearness +
+                    ") reaches one of the peer's (" + list(theirs) +
+                    "): they need the same link layer and addresses of one kind; where a side has "
+                    "left out ports as farther from its GPUs, verbs_near='any' has it use them");
   }
   return std::make_shared<VerbsLink>(threads, std::move(control), std::move(ours),
                                      std::move(theirs), choices);
