@@ -149,7 +149,7 @@ void register_verbs(py::module_& module) {
   py::class_<Verbs, std::unique_ptr<Verbs, DeleteWithoutGil<Verbs>>>(module, "Verbs")
       .def(py::init<Agent&, const VerbsOptions&>(), py::arg("agent"), py::arg("options"),
            py::keep_alive<1, 2>(), NoGil())
-      .def("rails", &Verbs::rails)
+      .def("rails", &Verbs::rails, NoGil())
       .def(
           "endpoint",
           [](Verbs& verbs, bool with_arena) {

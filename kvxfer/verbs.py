@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import Error, ResourceError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _SYSFS = "/sys"
 # What `verbs_near` may be besides a place.
 _GPU, _ANY = "gpu", "any"
+# Between looks for better ports than those in use. Each opens all adapters for a moment.
+_CHECK_SECONDS = 10.0
 
 
 def _devices(config: Config) -> list[str]:
@@ -87,7 +90,8 @@ class Adapters:
     """The adapters of one agent, opened when the first peer wants them and kept until `close`.
 
     They are those near to the GPUs that hold its caches. When those are others, or all near ports
-    are down, the next peer gets others; connections keep what they have.
+    are down, the next peer gets others, and near ones again soon after those are up; connections
+    keep what they have.
 
     Parameters
     ----------
@@ -100,13 +104,12 @@ class Adapters:
         self._lock = threading.Lock()
         self._verbs: _core.Verbs | None = None
         self._gpus: list[str] = []  # that those are near to
-        self._nearest: set[tuple[str, int]] = set()  # the first ports that were taken for these
+        self._checked = 0.0  # when it was last seen whether others are better
 
     def problem(self) -> str | None:
         """Return why none can be used at this moment, or None."""
-        with self._lock:
-            if self._verbs is not None:
-                return None
+        if self._verbs is not None:
+            return None
         try:
             rails(self._config)
         except ResourceError as error:
@@ -121,36 +124,50 @@ class Adapters:
         Error
             No adapter can be used, or memory cannot be registered with one.
         """
-        gpus = self._core.gpus() if self._wants_near_gpus() else []
         with self._lock:
+            gpus = self._core.gpus() if self._wants_near_gpus() else []
             verbs = self._verbs
-            if verbs is None or gpus != self._gpus or not self._are_best(verbs):
-                from kvxfer import _core  # only here: importing kvxfer loads no native code
-
-                verbs = _core.Verbs(self._core, _options(self._config, gpus))
-                if gpus != self._gpus:
-                    self._nearest = _ports(verbs.rails())
-                self._verbs, self._gpus = verbs, gpus
+            if verbs is None or gpus != self._gpus:
+                verbs = self._open(gpus)
+            due = self._is_check_due(verbs)
+        if due and not self._are_best(verbs, gpus):
+            with self._lock:
+                if self._verbs is verbs:
+                    self._open(gpus)
+                verbs = self._verbs or verbs
         return verbs.endpoint(with_arena)
 
-    def _are_best(self, verbs: _core.Verbs) -> bool:
+    def _open(self, gpus: list[str]) -> _core.Verbs:
+        """Needs the lock."""
+        from kvxfer import _core  # only here: importing kvxfer loads no native code
+
+        verbs = _core.Verbs(self._core, _options(self._config, gpus))
+        self._verbs, self._gpus, self._checked = verbs, gpus, time.monotonic()
+        return verbs
+
+    def _is_check_due(self, verbs: _core.Verbs) -> bool:
+        """Return whether it is time to see what other ports there are. Needs the lock."""
+        now = time.monotonic()
+        if not self._gpus or (
+            now - self._checked < _CHECK_SECONDS and any(rail.active for rail in verbs.rails())
+        ):
+            return False
+        self._checked = now
+        return True
+
+    def _are_best(self, verbs: _core.Verbs, gpus: Sequence[str]) -> bool:
         """Return whether there are no other ports to be taken for the same GPUs.
 
-        There are when all near ones are down, so that others have to do, and when they are up
-        again. Needs the lock.
+        There are when all near ones are down, so that others have to do, and when near ones are up
+        that were not.
         """
-        rails = verbs.rails()
-        if not self._gpus or (
-            _ports(rails) == self._nearest and any(rail.active for rail in rails)
-        ):
-            return True
         from kvxfer import _core  # only here: importing kvxfer loads no native code
 
         try:
-            best = _core.verbs_rails(_options(self._config, self._gpus))
+            best = _core.verbs_rails(_options(self._config, gpus))
         except Error:  # none is up: it may be, by the time that it is needed
             return True
-        return _ports(best) <= _ports(rails)
+        return _ports(best) <= _ports(verbs.rails())
 
     def _wants_near_gpus(self) -> bool:
         """Ports that were named are meant, unless it is said that only the nearest are."""
