@@ -69,7 +69,11 @@ CacheId Agent::register_cache(const CacheLayout& layout, bool on_gpu) {
   if (on_gpu) {
     cache->place = find_gpu(layout);
     cache->gpu = core.gpus.get(*cache->place, core.options);
-    cache->gpu_address = cache->place->runtime->pci_address(cache->place->device);
+    try {
+      cache->gpu_address = cache->place->runtime->pci_address(cache->place->device);
+    } catch (const Error&) {
+      // Only RDMA ports are chosen by it.
+    }
     core.gpu_gate.start();
   }
   Guard guard(core);

@@ -56,7 +56,7 @@ struct Cache {
   std::atomic<uint32_t> pinned = 0;          // registrations, also those under way either way
   std::optional<GpuPlace> place;             // on a GPU, if at all; then with its device
   std::shared_ptr<GpuDevice> gpu;
-  std::string gpu_address;  // on the PCI bus
+  std::string gpu_address;  // on the PCI bus; empty: not known
 
   GpuPacker* packer() const { return gpu ? gpu->packer.get() : nullptr; }
 };

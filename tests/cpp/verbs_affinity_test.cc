@@ -247,7 +247,7 @@ TEST_SUITE("verbs affinity" * doctest::skip(real_devices() != nullptr)) {
     CHECK(
         pair.consumer->describe().find("nearest to GPU 0000:04:00.0, not on its NUMA node, and to "
                                        "GPU 0000:14:00.0") != std::string::npos);
-    CHECK(pair.producer->describe().find("2 rails, all that there are: " + sysfs.path() +
+    CHECK(pair.producer->describe().find("2 rails, chosen from all ports: " + sysfs.path() +
                                          "/bus/pci/devices does not show the GPU 0000:99:00.0") !=
           std::string::npos);
   }

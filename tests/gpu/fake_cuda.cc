@@ -84,8 +84,10 @@ FAKE int cuFlushGPUDirectRDMAWrites(int target, int scope) {
   });
 }
 FAKE int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
-  std::snprintf(text, static_cast<size_t>(bytes), "0000:%02X:00.0", 0x3b + device);
-  return 0;
+  return call("cuDeviceGetPCIBusId", [&] {
+    std::snprintf(text, static_cast<size_t>(bytes), "0000:%02X:00.0", 0x3b + device);
+    return Problem::kNone;
+  });
 }
 FAKE int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = reinterpret_cast<void*>(static_cast<uintptr_t>(device + 1));

@@ -268,7 +268,8 @@ class Agent {
   CacheId register_cache(const CacheLayout& layout, bool on_gpu = false);
   // Throws Error(kInvalid) while offers or fetches use it. Waits until it is pinned nowhere.
   void unregister_cache(CacheId cache);
-  // PCI addresses, as sysfs has them, of the GPUs that hold registered caches: each once, in order.
+  // PCI addresses, as sysfs has them, of the GPUs that hold registered caches: each once, in order;
+  // an empty one for all of which it is not known.
   std::vector<std::string> gpus() const;
 
   Offer offer(const OfferSpec& spec);

@@ -23,7 +23,7 @@ struct VerbsOptions {
   std::string near_to;
   // Without that: PCI addresses of the GPUs that hold caches. The ports nearest to any of them are
   // used, but for those with less than half of the fastest one's speed; all, where sysfs does not
-  // show each of them.
+  // show each of them. Empty addresses are of GPUs that it can't show.
   std::vector<std::string> gpus;
   std::string sysfs = "/sys";  // where that is looked up
   int gid_index = -1;          // of every port; -1: chosen by rule, for each peer

@@ -61,8 +61,10 @@ void keep_nearest(Rails& all, const std::optional<Place>& place, const VerbsOpti
     for (const std::string& address : options.gpus) {
       Place gpu = place_of_device(options.sysfs, address);
       if (gpu.pci.empty()) {
-        all.nearness = ", all that there are: " + options.sysfs +
-                       "/bus/pci/devices does not show the GPU " + address;
+        all.nearness =
+            ", chosen from all ports: " +
+            (address.empty() ? "the PCI address of a GPU is not known"
+                             : options.sysfs + "/bus/pci/devices does not show the GPU " + address);
         return;
       }
       places.emplace_back("GPU " + address, std::move(gpu));

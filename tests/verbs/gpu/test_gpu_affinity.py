@@ -166,6 +166,15 @@ def test_a_gpu_that_sysfs_does_not_show(gpus: Gpus, sysfs: Sysfs) -> None:
     assert rails(used(HOST, 1)) == {"fake1"}
 
 
+def test_a_gpu_of_unknown_address(gpus: Gpus, sysfs: Sysfs) -> None:
+    """It is registered all the same."""
+    with pair("verbs", path="direct") as (prefill, decode):
+        gpus.fail("cuDeviceGetPCIBusId")
+        link = moved(prefill, decode, HOST, 0, TINY).link
+    assert rails(link) == {"fake0", "fake1"}
+    assert "chosen from all ports: the PCI address of a GPU is not known" in link
+
+
 def test_a_gpu_as_near_to_one_as_to_the_other(gpus: Gpus, sysfs: Sysfs) -> None:
     sysfs.hide(CUDA[1])
     sysfs.add("pci0000:e0/0000:e0:01.0", -1, f"bus/pci/devices/{CUDA[1]}")
