@@ -58,7 +58,8 @@ std::optional<std::string> choose_path(AgentCore& core, Serve& serve, const Offe
     return "the producer's cache is in GPU memory, and its gpudirect is set to off";
   }
   const ChunkPlan& plan = *serve.plan;
-  const bool forced = serve.path == wire::FetchDirect::kDirect;
+  const bool forced = serve.path == wire::FetchDirect::kDirect ||
+                      (core.options.gpu_direct_only && offer.cache->gpu);
   const uint64_t least_run = forced ? kLeastRun : kAutoRun;
   const uint64_t most = std::min(plan.wire_bytes() / least_run, kMostPieces);
   const uint64_t pieces = plan.count_pieces(target, most + 1);
@@ -71,7 +72,7 @@ std::optional<std::string> choose_path(AgentCore& core, Serve& serve, const Offe
   const auto source = peer.sources.find(offer.cache->id);
   if (source == peer.sources.end() || !source->second.ready()) {
     const Cache& cache = *offer.cache;
-    if (forced || !cache.gpu || core.options.gpu_direct_only ||
+    if (forced || !cache.gpu ||
         !cache.gpu->trials.ahead(core.options.gpu_direct, *peer.link, Link::DirectUse::kSource)) {
       return std::nullopt;
     }

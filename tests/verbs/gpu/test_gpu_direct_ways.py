@@ -9,7 +9,7 @@ from kvtest import fake_verbs
 from kvtest.agents import LONG, consumer, pair, producer, registered
 from kvtest.caches import Geometry
 from kvtest.direct import DIRECT, needs_fake_adapters
-from kvtest.fake_gpu import HOST, Gpus, made
+from kvtest.fake_gpu import HOST, Gpus, look, made
 from kvtest.gpu_direct import (
     BLOCKS,
     EXPORT,
@@ -190,6 +190,32 @@ def test_a_producer_can_require_it(gpus: Gpus) -> None:
         ):
             moved(prefill, decode, 0, HOST)
         assert moved(prefill, decode, HOST, 1).path == "staged"  # no GPU of its own
+
+
+@pytest.mark.parametrize("who", [None, "producer", "consumer"])
+def test_short_runs_are_taken_where_it_is_required(gpus: Gpus, who: str | None) -> None:
+    side = Geometry(layers=("a",), content=64, num_blocks=80, heads=(0, 2))
+    blocks = range(79, -1, -1)  # not obvious to the consumer: one run each, of 4 KiB
+    knobs = {"path": "auto", "require": "gpudirect-rdma"}
+    with (
+        producer("verbs", **(knobs if who == "producer" else {"path": "auto"})) as prefill,
+        consumer("verbs", **(knobs if who == "consumer" else {"path": "auto"})) as decode,
+        made(side, 1, seed=1) as source,
+        made(side, 0) as target,
+        registered(prefill, source.cache),
+        registered(decode, target.cache),
+        prefill.offer(source.cache, blocks, 80 * 16) as offer,
+    ):
+        moved(prefill, decode, 1, 0, require="gpudirect-rdma")  # the trial is over then
+        fetch = decode.fetch(offer.ticket, target.cache, blocks, timeout=LONG)
+        fetch.wait(LONG)
+        assert look(target).same_as(look(source))
+    if who is None:
+        assert fetch.report.path == "staged"
+        assert "packing is faster" in fetch.report.path_why
+    else:
+        assert fetch.report.path == "direct"
+        assert "as set" in fetch.report.path_why
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:
