@@ -14,7 +14,8 @@ namespace {
 // this share of the heartbeat time-out is not waited for any longer.
 constexpr double kFenceShare = 0.2;
 
-// At least: no run spans two groups of blocks whose numbers are not neighbours, or two memories.
+// At least: no run spans two groups of blocks whose numbers are not neighbours, or two memories
+// that do not touch.
 uint64_t fewest_runs(const Part& part) {
   const Cache& cache = *part.fetch->cache;
   const auto& blocks = part.fetch->spec.table.blocks;
@@ -31,7 +32,14 @@ uint64_t fewest_runs(const Part& part) {
       memories.insert(std::prev(after)->data());
     }
   }
-  return groups * memories.size();
+  uint64_t apart = 0;
+  const std::byte* end = nullptr;
+  for (const auto& memory : cache.memory) {
+    if (!memories.contains(memory.data())) continue;
+    apart += memory.data() != end;
+    end = memory.data() + memory.size();
+  }
+  return groups * apart;
 }
 
 // Ends the connections of those that a fence has waited for long enough: at `last` whoever it is,
