@@ -88,7 +88,8 @@ std::shared_ptr<DirectMemory> register_spans(GpuRuntime& runtime, GpuDirect way,
 // A registration that is worse than none.
 struct WrongBytes : Error {
   explicit WrongBytes(const std::string& what)
-      : Error(StatusCode::kNoResources, what + ": GPUDirect is off for this device and way") {}
+      : Error(StatusCode::kNoResources,
+              what + ": GPUDirect is off for this device and way, and these adapters") {}
 };
 
 std::byte pattern(size_t adapter, size_t i) {
@@ -204,7 +205,7 @@ void try_way(const AgentCore& core, const Cache& cache, GpuDirect way, Link& lin
       gpu.scratch->abandon();
     }
     if (gpu.scratch->stuck()) {
-      gpu.trials.put(key, error.what(), kNever);
+      gpu.trials.end(error.what());
       static_cast<void>(gpu.scratch.release());  // freeing it would wait for the device
     }
     throw;

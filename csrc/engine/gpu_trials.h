@@ -28,6 +28,8 @@ class GpuTrials {
   std::optional<std::string> find(const Key& key) const;
   // Holds until then.
   void put(const Key& key, const std::string& problem, TimePoint until);
+  // The device is stuck: nothing is tried any more, and this is wrong with all that would be.
+  void end(const std::string& problem);
 
   // Whether to register memory, in the ways that are allowed, begins with a trial.
   bool ahead(GpuDirect allowed, const Link& link, Link::DirectUse use) const;
@@ -40,6 +42,7 @@ class GpuTrials {
 
   mutable std::mutex mutex_;
   std::map<Key, Outcome> known_;
+  std::optional<std::string> stuck_;  // why nothing is tried
 };
 
 }  // namespace kvxfer

@@ -153,7 +153,8 @@ def test_an_adapter_that_damages_what_it_writes_is_found(gpus: Gpus) -> None:
 def test_a_device_that_hangs_in_the_trial_costs_nobody_else_the_direct_path(gpus: Gpus) -> None:
     tiny = Geometry(layers=("a",), content=64, num_blocks=2, heads=(0, 1))
     with (
-        pair("verbs", **DIRECT, gpudirect="dmabuf", gpu_timeout=1.0) as (prefill, decode),
+        peer_memory(gpus),  # another way, which is not tried then
+        pair("verbs", **DIRECT, gpu_timeout=1.0) as (prefill, decode),
         made(tiny, HOST, seed=1) as source,
         made(tiny, 1) as target,
     ):
