@@ -205,6 +205,7 @@ TEST_SUITE("verbs adapters" * doctest::skip(real_devices() != nullptr)) {
     } catch (const Error& error) {
       CHECK(error.code() == StatusCode::kUnreachable);
       CHECK(std::string(error.what()).find("2001:db8::1") != std::string::npos);
+      CHECK(std::string(error.what()).find("verbs_near='any'") != std::string::npos);
     }
     CHECK(fake_verbs::objects().total() == 0);
   }

@@ -10,6 +10,7 @@
 
 #include "kvxfer/status.h"
 #include "transport/verbs/affinity.h"
+#include "transport/verbs/rail.h"
 #include "verbs_pair.h"
 
 namespace kvxfer::testing {
@@ -166,6 +167,10 @@ TEST_SUITE("verbs affinity" * doctest::skip(real_devices() != nullptr)) {
     CHECK(names(list_verbs_rails(options)) == "a3");
     options.gpus = {"0000:44:00.0"};
     CHECK(names(list_verbs_rails(options)) == "a4");
+    CHECK(ibv::open_rails(options).nearness.find("slow") == std::string::npos);
+    options.gpus = {"0000:24:00.0"};
+    CHECK(ibv::open_rails(options).nearness.find(" (a2:1 is nearer, but slow)") !=
+          std::string::npos);
     options.near_to = "0000:24:00.0";
     CHECK(names(list_verbs_rails(options)) == "a2");
   }

@@ -29,13 +29,18 @@ void keep_rails(Rails& all, Keep keep) {
 }
 
 // Near ports are of no use where they are slow ones, as those are by which a host is managed.
-void drop_slow(Rails& all) {
+// Returns what was left out.
+std::vector<Rail> drop_slow(Rails& all) {
+  std::vector<Rail> slow;
   uint32_t fastest = 0;
   for (const Rail& rail : all.rails) fastest = std::max(fastest, rail.mbit_per_second());
   keep_rails(all, [&](const Rail& rail) {
     const uint32_t speed = rail.mbit_per_second();
-    return speed == 0 || speed >= fastest / 2;
+    const bool fast = speed == 0 || speed >= fastest / 2;
+    if (!fast) slow.push_back(rail);
+    return fast;
   });
+  return slow;
 }
 
 }  // namespace
@@ -55,6 +60,7 @@ std::optional<Place> named_place(const VerbsOptions& options) {
 
 void keep_nearest(Rails& all, const std::optional<Place>& place, const VerbsOptions& options) {
   std::vector<std::pair<std::string, Place>> places;
+  std::vector<Rail> slow;
   if (place) {
     places.emplace_back(options.near_to, *place);
   } else {
@@ -70,7 +76,7 @@ void keep_nearest(Rails& all, const std::optional<Place>& place, const VerbsOpti
       places.emplace_back("GPU " + address, std::move(gpu));
     }
     if (places.empty()) return;
-    drop_slow(all);
+    slow = drop_slow(all);
   }
   std::string nearness;
   std::vector<int> nearest;
@@ -78,6 +84,10 @@ void keep_nearest(Rails& all, const std::optional<Place>& place, const VerbsOpti
     nearest.push_back(nearest_distance(all.rails, at));
     nearness += (nearness.empty() ? " nearest to " : ", and to ") + name + ", " +
                 distance_text(nearest.back());
+    for (const Rail& rail : slow) {
+      if (distance(rail.nic->place, at) >= nearest.back()) continue;
+      nearness += " (" + rail.name() + " is nearer, but slow)";
+    }
   }
   keep_rails(all, [&](const Rail& rail) {
     for (size_t i = 0; i < places.size(); ++i) {
