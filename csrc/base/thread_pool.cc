@@ -66,6 +66,7 @@ struct ThreadPool::State {
 ThreadPool::ThreadPool(size_t threads, const std::string& name)
     : state_(std::make_shared<State>()) {
   state_->size = std::max<size_t>(threads, 1);
+  state_->threads.reserve(state_->size);  // a thread that is dropped in the loop waits for ever
   try {
     for (size_t i = 0; i < state_->size; ++i) {
       state_->threads.push_back(std::make_unique<Thread>(name + "-" + std::to_string(i),
