@@ -72,9 +72,10 @@ void try_to_write(GpuPacker& packer, const wire::GpuArena& arena, std::byte* mai
   packer.write(place + kGpuStampBytes, written.data() + kGpuStampBytes, kGpuStampBytes);
 }
 
-// Without the mutex: takes the device's time. Throws Error(kNoResources).
-std::shared_ptr<GpuPeerMemory> open_arena(const GpuDevice& device, const wire::GpuArena& arena,
-                                          uint32_t trial) {
+// Without the mutex: takes the device's time. Throws Error(kNoResources), perhaps with `memory`
+// set: the device may still be at it then, so it is not closed here.
+void open_arena(const GpuDevice& device, const wire::GpuArena& arena, uint32_t trial,
+                std::shared_ptr<GpuPeerMemory>& memory) {
   GpuRuntime& runtime = *device.runtime;
   const GpuVendor vendor = arena.vendor == 0 ? GpuVendor::kNvidia : GpuVendor::kAmd;
   if (vendor != runtime.vendor()) {
@@ -87,14 +88,13 @@ std::shared_ptr<GpuPeerMemory> open_arena(const GpuDevice& device, const wire::G
     give_up("device " + std::to_string(own) + " of " + runtime.name() +
             " has no peer access to the consumer's (" + arena.pci + ")");
   }
-  auto memory = std::make_shared<GpuPeerMemory>(device.runtime, own, arena.handle, arena.bytes);
+  memory = std::make_shared<GpuPeerMemory>(device.runtime, own, arena.handle, arena.bytes);
   // A handle can be that of an older allocation, and one that opens need not be the right one.
   std::byte* const mailbox = memory->data() + arena.mailbox;
   std::array<std::byte, kGpuStampBytes> found{};
   device.packer->read(found.data(), mailbox, found.size());
   if (found != arena.stamp) give_up("what was opened is not the consumer's memory");
   try_to_write(*device.packer, arena, mailbox, trial);
-  return memory;
 }
 
 // Serves that have waited for an arena to be opened.
@@ -112,7 +112,7 @@ void serve_waiting(AgentCore& core, const std::shared_ptr<Peer>& peer,
   std::shared_ptr<GpuPeerMemory> memory;
   std::string problem;
   try {
-    memory = open_arena(*device, arena, trial);
+    open_arena(*device, arena, trial, memory);
   } catch (const std::exception& error) {
     problem = said(core.options.name, error);
   }
@@ -121,7 +121,7 @@ void serve_waiting(AgentCore& core, const std::shared_ptr<Peer>& peer,
     Imported& made = peer->imported.at({arena.arena, device.get()});
     made.memory = std::move(memory);
     made.problem = std::move(problem);
-    if (!made.memory) return go_on(core, *peer);
+    if (made.ready()) return go_on(core, *peer);
     peer->link->send(wire::GpuTrial{arena.arena, trial}.encode());
   });
 }

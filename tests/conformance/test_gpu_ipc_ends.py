@@ -251,6 +251,21 @@ def test_close_does_not_wait_for_ever_for_a_call(gpus: Gpus) -> None:
         target.free()
 
 
+def test_a_device_that_hangs_in_the_trial_has_nothing_closed(gpus: Gpus) -> None:
+    """To close what it may be writing into would wait for it."""
+    with consumer("shm") as decode, on_gpu(decode) as target, Child() as child:
+        hung = Prefill(child, gpu_timeout=0.3)
+        ticket = hung.offer()
+        hung.gpu("hold", True)
+        fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+        with pytest.raises(kvxfer.TransferError, match="given up"):
+            fetch.wait()
+        assert fetch.status is Status.NO_RESOURCES
+        child.call("close")
+        assert hung.gpu("calls", "cuIpcOpenMemHandle") == 1
+        assert hung.gpu("calls", "cuIpcCloseMemHandle") == 0
+
+
 def test_both_sides_hang(gpus: Gpus) -> None:
     before = gpus.open_handles()
     target = GpuPaged(OTHER, 1)
