@@ -439,11 +439,11 @@ class Offer:
     def released(self) -> bool:
         """Whether nobody reads the blocks any more, now or later."""
     def outcome(self) -> tuple[str, str]:
-        """Status name and message; meaningful once released."""
+        """Status name and message; meaningful once wait() is true."""
     def wait(self, seconds: float) -> bool:
-        """Wait at most that long; return released()."""
+        """Wait at most that long until it is released, or will never be: a GPU hangs at close()."""
     def event_fd(self) -> int:
-        """A descriptor that becomes readable when released. The offer owns it."""
+        """A descriptor that becomes readable when wait() is true. The offer owns it."""
 
 class Fetch:
     """One fetch; ends by its deadline at the latest. Thread-safe; outlives its agent."""

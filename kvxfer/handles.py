@@ -143,7 +143,11 @@ class Fetch(_Handle):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in whatever way. Then nothing writes into the blocks any more."""
+        """Whether it has ended, in whatever way. Then nothing writes into the blocks any more.
+
+        But for one with which a GPU does not come back when the agent is closed. That ends with
+        CLOSED, and its message says so.
+        """
         return self._core.done()
 
     @property
@@ -193,7 +197,8 @@ class Fetch(_Handle):
     def cancel(self, *, done: bool = False) -> None:
         """End it with CANCELLED, unless it has ended.
 
-        On return nothing writes into the blocks any more, now or later. A fetch that goes direct
+        On return nothing writes into the blocks any more, now or later; see `done` for what
+        happens where the agent is closed while a GPU hangs. A fetch that goes direct
         waits for its producer to say so, up to `heartbeat_timeout`.
 
         Parameters
@@ -337,7 +342,7 @@ class Offer(_Handle):
     @property
     def status(self) -> Status | None:
         """How it ended: OK when all expected consumers were served, or declined; else why."""
-        return Status(self._core.outcome()[0]) if self.released else None
+        return Status(self._core.outcome()[0]) if self._core.wait(0.0) else None
 
     @property
     def message(self) -> str:
@@ -351,9 +356,14 @@ class Offer(_Handle):
         ------
         TimeoutError
             `timeout` seconds passed first. Left out, the lease ends the wait.
+        TransferError
+            CLOSED: the agent was closed while a GPU hung, which may read the blocks until the
+            process ends. They must not be reused.
         """
         if not self._wait(timeout):
             raise TimeoutError(f"offer {self.id!r} is not released after {timeout} s")
+        if not self.released:
+            raise TransferError(Status.CLOSED, self.message)
         return Status(self._core.outcome()[0])
 
     def add_released_callback(self, callback: Callable[[Offer], None]) -> None:
@@ -383,6 +393,8 @@ class Offer(_Handle):
         self.release()
         if not self._wait(10.0):  # a pack of one chunk is all that can be under way
             raise Error(f"offer {self.id!r}: a pack is still reading its blocks after 10 s")
+        if not self.released:
+            raise TransferError(Status.CLOSED, self.message)
 
     def __repr__(self) -> str:
         state = self.status.value if self.status else "open"

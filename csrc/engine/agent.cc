@@ -263,8 +263,10 @@ uint32_t Agent::close() {
       take_registered(*peer, std::nullopt);
       abandon_exposed(*peer);
     }
-    for (const auto& [handle, fetch] : core.fetches) {
-      for (const auto& part : fetch->parts) part->target.reset();
+    if (through) {  // or threads may be looking at them
+      for (const auto& [handle, fetch] : core.fetches) {
+        for (const auto& part : fetch->parts) part->target.reset();
+      }
     }
     for (uint32_t slot = 0; slot < core.slots.size(); ++slot) {
       if (core.slots[slot].fenced) free_slot(core, slot);
@@ -286,9 +288,12 @@ uint32_t Agent::close() {
       core.arena.reset();
       core.slots.clear();
     } else {
-      core.left_behind = true;
-      for (const auto& [handle, fetch] : core.fetches) fetch->changed.notify_all();
       keep_for_good(core_);
+      const std::string why = "agent '" + core.options.name +
+                              "' was closed, but a GPU does not come back: until the process ends "
+                              "it has the blocks";
+      for (const auto& [handle, fetch] : std::map(core.fetches)) leave_fetch(core, fetch, why);
+      for (const auto& [handle, offer] : core.unreleased) leave_offer(*offer, why);
     }
   }
   return core.gpus.free(Clock::now() + std::min<Duration>(gpu_limit, kMostFreeing));

@@ -194,15 +194,13 @@ static bool settle_first(AgentCore& core, const std::shared_ptr<FetchState>& fet
       })) {
     return true;
   }
-  settle_failed(*fetch);  // close() has stopped that thread
+  // close() has stopped that thread.
+  if (!fetch->cache->gpu->given_up()) settle_failed(*fetch);
   --fetch->unpacking;
   return false;
 }
 
-void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
-  if (fetch->done || !fetch->ending || fetch->unpacking > 0 || fetch->fenced > 0) return;
-  if (settle_first(core, fetch)) return;
-  if (!fetch->declines) describe_links_again(*fetch);
+static void end_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
   fetch->done = true;
   fetch->ended = Clock::now();
   if (!fetch->declines) {
@@ -214,14 +212,29 @@ void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
                        .name = fetch->spec.offer_id});
   }
   clear_timer(core, fetch->timer);
-  if (fetch->cache) --fetch->cache->users;
   core.fetches.erase(fetch->handle);
-  for (const auto& part : fetch->parts) part->target.reset();  // jobs that end now hold parts
-  fetch->parts.clear();                                        // they point back here
   fetch->changed.notify_all();
   signal_event(fetch->event);
   const bool in_background = fetch->declines && fetch->given_up;
   if (!in_background) core.events.push(fetch->handle);
+}
+
+void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch) {
+  if (fetch->done || !fetch->ending || fetch->unpacking > 0 || fetch->fenced > 0) return;
+  if (settle_first(core, fetch)) return;
+  if (!fetch->declines) describe_links_again(*fetch);
+  if (fetch->cache) --fetch->cache->users;
+  end_fetch(core, fetch);
+  for (const auto& part : fetch->parts) part->target.reset();  // jobs that end now hold parts
+  fetch->parts.clear();                                        // they point back here
+}
+
+void leave_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch,
+                 const std::string& why) {
+  fetch->ending = true;
+  fetch->status = {StatusCode::kClosed, "fetch of offer '" + fetch->spec.offer_id + "': " + why +
+                                            ", and may still write into the blocks"};
+  end_fetch(core, fetch);
 }
 
 // Of a fetch that may not be staged.

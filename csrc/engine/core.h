@@ -126,6 +126,7 @@ struct OfferState {
   uint32_t reading = 0;  // packs and direct writes that are reading the blocks
   bool ended = false;    // nothing new is read
   bool released = false;
+  bool left = false;  // when the agent was closed: a GPU that hangs may read the blocks
   Status outcome;
   std::condition_variable changed;
   UniqueFd event;
@@ -316,8 +317,7 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   std::mutex mutex;
   std::condition_variable peers_changed;
   bool closed = false;
-  bool left_behind = false;  // by close(): a driver has not come back with chunks of ours
-  std::mutex closing;        // held for the whole of close(): a second caller waits for the first
+  std::mutex closing;  // held for the whole of close(): a second caller waits for the first
 
   Timers timers;
   TimePoint sleeping_until = kNever;  // of the control loop
@@ -337,6 +337,7 @@ struct AgentCore : std::enable_shared_from_this<AgentCore> {
   // Producer side.
   std::map<Generation, std::shared_ptr<OfferState>> offers;
   std::unordered_map<std::string, Generation> offer_ids;
+  std::map<uint64_t, std::shared_ptr<OfferState>> unreleased;  // by handle; also ended ones
   std::map<Generation, std::set<std::shared_ptr<Serve>>>
       waiting;                           // fetches whose offer is not there yet
   std::map<Generation, Status> history;  // how offers ended, the newest ones
@@ -406,6 +407,8 @@ void count_fetch(AgentCore& core, const std::shared_ptr<OfferState>& offer, cons
 // Or will not.
 void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve);
 void release_if_unread(AgentCore& core, OfferState& offer);
+// At the end of close(), of one that a GPU has not come back with: ends it, but does not release it.
+void leave_offer(OfferState& offer, const std::string& why);
 void renew_lease(OfferState& offer);
 
 // serve_plan.cc
@@ -563,6 +566,8 @@ void start_part(AgentCore& core, const std::shared_ptr<Part>& part);
 // All chunks of a part are verified.
 void complete_part(AgentCore& core, const std::shared_ptr<Part>& part);
 void complete(AgentCore& core, const std::shared_ptr<FetchState>& fetch);
+// At the end of close(), of one that a GPU has not come back with: ends it, with CLOSED.
+void leave_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, const std::string& why);
 void fail_fetch(AgentCore& core, const std::shared_ptr<FetchState>& fetch, Status status);
 // One peer of a fetch fails: with it the fetch. Other parts of a decline go on.
 void fail_part(AgentCore& core, const std::shared_ptr<Part>& part, Status status);

@@ -134,12 +134,20 @@ void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, co
 }
 
 void release_if_unread(AgentCore& core, OfferState& offer) {
-  if (!offer.ended || offer.reading > 0 || offer.released) return;
+  if (!offer.ended || offer.reading > 0 || offer.released || offer.left) return;
   offer.released = true;
   --offer.cache->users;
+  const auto kept = core.unreleased.extract(offer.handle);
   offer.changed.notify_all();
   signal_event(offer.event);
   core.events.push(offer.handle);
+}
+
+void leave_offer(OfferState& offer, const std::string& why) {
+  offer.left = true;
+  offer.outcome = {StatusCode::kClosed, "offer '" + offer.id + "': " + why + ", and may still read the blocks"};
+  offer.changed.notify_all();
+  signal_event(offer.event);
 }
 
 Offer Agent::offer(const OfferSpec& spec) {
@@ -197,6 +205,7 @@ Offer Agent::offer(const OfferSpec& spec) {
   ++offer->cache->users;
   core.offers[offer->generation] = offer;
   core.offer_ids[offer->id] = offer->generation;
+  core.unreleased[offer->handle] = offer;
   arm_lease(core, offer);
   if (event) mark_later(offer, 0, static_cast<uint32_t>(layout.layers.size()), event);
   core.recorder.add(TraceKind::kOffer, offer->generation, {.name = offer->id});
@@ -275,7 +284,7 @@ bool Offer::wait(double timeout) const {
   state_->core->check_fork();
   Guard guard(*state_->core);
   return state_->changed.wait_for(guard.lock(), to_duration(timeout),
-                                  [&] { return state_->released; });
+                                  [&] { return state_->released || state_->left; });
 }
 
 int Offer::event_fd() {
@@ -283,7 +292,7 @@ int Offer::event_fd() {
   Guard guard(*state_->core);
   if (!state_->event) {
     state_->event = make_event();
-    if (state_->released) signal_event(state_->event);
+    if (state_->released || state_->left) signal_event(state_->event);
   }
   return state_->event.get();
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 from kvtest.agents import LONG, consumer, producer, until
+from kvtest.caches import Paged
 from kvtest.child import Child
 from kvtest.fake_gpu import GpuPaged, Gpus
 from kvtest.gpu_ipc import (
@@ -249,6 +251,56 @@ def test_close_does_not_wait_for_ever_for_a_call(gpus: Gpus) -> None:
             # The device is given up: what it has stays until the process ends.
             gpus.given_up += before - sum(map(len, target.memory))
         target.free()
+
+
+async def finish(handle: kvxfer.Offer) -> Status:
+    return await handle
+
+
+def test_a_fetch_ends_that_a_call_does_not_come_back_with(gpus: Gpus) -> None:
+    target = GpuPaged(OTHER, 1)
+    own = gpus.open_handles()
+    with Child() as child, consumer("shm", gpu_timeout=0.3) as decode:
+        near = Prefill(child)
+        decode.register(target.cache)
+        fetched(decode, near, target)
+        with gpus.stalled("cuLaunchKernel"):
+            launched = gpus.calls("cuLaunchKernel")
+            fetch = decode.fetch(near.offer(), target.cache, OTHER_BLOCKS, timeout=LONG)
+            until(lambda: gpus.calls("cuLaunchKernel") > launched)
+            assert closes(decode)
+            assert fetch.done
+            with pytest.raises(kvxfer.TransferError, match="may still write into the blocks"):
+                fetch.wait(LONG)
+            assert fetch.status is Status.CLOSED
+            fetch.cancel()
+            gpus.given_up += gpus.open_handles() - own  # what it has stays until the process ends
+    target.free()
+
+
+def test_an_offer_ends_that_a_call_does_not_come_back_with(gpus: Gpus) -> None:
+    source, target = GpuPaged(SIDE, 0, seed=3), Paged(OTHER)
+    own = gpus.open_handles()
+    with producer("shm", gpu_timeout=0.3) as prefill, consumer("shm") as decode:
+        prefill.register(source.cache)
+        decode.register(target.cache)
+        offer = prefill.offer(source.cache, BLOCKS, TOKENS)
+        with gpus.stalled("cuLaunchKernel"):
+            launched = gpus.calls("cuLaunchKernel")
+            fetch = decode.fetch(offer.ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            until(lambda: gpus.calls("cuLaunchKernel") > launched)
+            assert offer.status is None
+            assert closes(prefill)
+            with pytest.raises(kvxfer.TransferError, match="may still read the blocks"):
+                offer.wait(LONG)
+            with pytest.raises(kvxfer.TransferError, match="may still read the blocks"):
+                asyncio.run(asyncio.wait_for(finish(offer), LONG))
+            assert not offer.released
+            assert offer.status is Status.CLOSED
+            with pytest.raises(kvxfer.TransferError):
+                fetch.wait()
+            gpus.given_up += gpus.open_handles() - own
+    source.free()
 
 
 def test_a_device_that_hangs_in_the_trial_has_nothing_closed(gpus: Gpus) -> None:

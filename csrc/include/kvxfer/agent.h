@@ -118,11 +118,12 @@ class Offer {
 
   // True when nobody reads the blocks any more and never will: the engine may reuse them.
   bool released() const;
-  // Why it ended: kOk when all expected consumers were served. Meaningful once released().
+  // Why it ended: kOk when all expected consumers were served. Meaningful once wait() is true.
   Status outcome() const;
-  // Waits up to `seconds`; returns released().
+  // Waits up to `seconds` until it is released, or will never be: the agent was closed, and a GPU
+  // that does not come back has the blocks until the process ends. False: neither so far.
   bool wait(double seconds) const;
-  // Becomes readable when released; owned by the offer.
+  // Becomes readable when wait() is true; owned by the offer.
   int event_fd();
   uint64_t handle() const;  // what Agent::poll() returns
 
