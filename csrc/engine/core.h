@@ -407,7 +407,8 @@ void count_fetch(AgentCore& core, const std::shared_ptr<OfferState>& offer, cons
 // Or will not.
 void count_decline(AgentCore& core, const std::shared_ptr<OfferState>& offer, const Serve& serve);
 void release_if_unread(AgentCore& core, OfferState& offer);
-// At the end of close(), of one that a GPU has not come back with: ends it, but does not release it.
+// At the end of close(), of one that a GPU has not come back with: ends it, but does not release
+// it.
 void leave_offer(OfferState& offer, const std::string& why);
 void renew_lease(OfferState& offer);
 

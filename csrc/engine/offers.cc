@@ -145,7 +145,8 @@ void release_if_unread(AgentCore& core, OfferState& offer) {
 
 void leave_offer(OfferState& offer, const std::string& why) {
   offer.left = true;
-  offer.outcome = {StatusCode::kClosed, "offer '" + offer.id + "': " + why + ", and may still read the blocks"};
+  offer.outcome = {StatusCode::kClosed,
+                   "offer '" + offer.id + "': " + why + ", and may still read the blocks"};
   offer.changed.notify_all();
   signal_event(offer.event);
 }
