@@ -391,7 +391,13 @@ void register_agent(py::module_& module) {
       .def("stats", &Agent::stats, NoGil())
       .def("trace", &trace_of)
       .def("metrics", &Agent::metrics, NoGil())
-      .def("close", &Agent::close, NoGil());
+      .def(
+          "close",
+          [](Agent& agent) {
+            const UnfinishedGpus unfinished = agent.close();
+            return std::pair(unfinished.busy, unfinished.given_up);
+          },
+          NoGil());
 }
 
 }  // namespace kvxfer::bindings

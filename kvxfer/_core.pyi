@@ -589,10 +589,12 @@ class Agent:
     def stats(self) -> AgentStats: ...
     def trace(self) -> tuple[int, int, list[_TraceRecord]]: ...
     def metrics(self) -> AgentMetrics: ...
-    def close(self) -> int:
-        """End everything with CLOSED and join the threads. About a second at worst; idempotent.
+    def close(self) -> tuple[int, int]:
+        """End everything with CLOSED and join the threads; idempotent.
 
-        How many GPUs did not get done in time, if any: theirs is freed when they do.
+        About a second at worst; kvxfer.Agent.close says when it takes longer. Returns how many GPUs
+        were still busy, whose memory is freed when they are done, and how many were given up: what
+        these were told may yet read and write the blocks of their caches.
         """
 
 # --- bindings/verbs_py.cc; not in a build without verbs ---

@@ -37,6 +37,7 @@ _MAX_NAME = 1024  # bytes that the wire carries
 
 # Every open agent of this process: closed at exit, and told of a fork.
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+_used_for_good: list[Cache] = []  # of GPUs that were given up
 
 
 class Agent:
@@ -539,7 +540,17 @@ class Agent:
             self._closed = True
         if self._listener is not None:
             self._listener.close()
-        if busy := self._core.close():
+        busy, given_up = self._core.close()
+        if given_up:
+            _used_for_good.extend(self._caches)
+            logging.getLogger("kvxfer.agent").warning(
+                "agent %r was closed, but %d of its GPUs had been given up: they may still use "
+                "blocks of its caches, which must not be used for anything else before this "
+                "process ends; the tensors are kept until then",
+                self.name,
+                given_up,
+            )
+        if busy:
             logging.getLogger("kvxfer.agent").warning(
                 "agent %r was closed, but %d of its GPUs did not get done: memory of them is freed "
                 "when they do, or when this process ends",

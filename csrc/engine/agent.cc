@@ -217,13 +217,13 @@ AgentMetrics Agent::metrics() const {
   return core_->recorder.metrics();
 }
 
-uint32_t Agent::close() {
+UnfinishedGpus Agent::close() {
   AgentCore& core = *core_;
-  if (core.fork_generation != fork_generation()) return 0;
+  if (core.fork_generation != fork_generation()) return {};
   const std::lock_guard once(core.closing);
   {
     Guard guard(core);
-    if (core.closed) return 0;
+    if (core.closed) return {};
     core.closed = true;
     const Status closing{StatusCode::kClosed, "agent '" + core.options.name + "' was closed"};
     const auto offers = core.offers;

@@ -170,20 +170,21 @@ bool GpuDevices::close(TimePoint deadline) {
   return all;
 }
 
-uint32_t GpuDevices::free(TimePoint deadline) {
+UnfinishedGpus GpuDevices::free(TimePoint deadline) {
   const auto devices = std::exchange(devices_, {});
+  UnfinishedGpus unfinished;
   for (const auto& [key, device] : devices) {
     if (!device->given_up()) {
       device->frees->submit([device = device] { device->free(); });
-    } else if (device->arena_) {
-      device->arena_->abandon();
+      continue;
     }
+    ++unfinished.given_up;
+    if (device->arena_) device->arena_->abandon();
   }
-  uint32_t late = 0;
   for (const auto& [key, device] : devices) {
-    if (!device->frees->stop_until(deadline)) ++late;
+    if (!device->frees->stop_until(deadline)) ++unfinished.busy;
   }
-  return late;
+  return unfinished;
 }
 
 std::shared_ptr<GpuEvent> stream_event(const Cache& cache, void* stream) {

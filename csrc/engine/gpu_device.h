@@ -81,9 +81,9 @@ class GpuDevices {
   // threads go on by themselves: false, and all that they use of the agent must stay.
   bool close(TimePoint deadline);
   // After close(), when the registrar's thread has ended and peers hold no memory of the devices:
-  // gives that back, but for what somebody may yet write into. Returns how many devices are not
-  // through by `deadline`: theirs is freed when they get there. Idempotent.
-  uint32_t free(TimePoint deadline);
+  // gives that back by `deadline`, but for what somebody may yet write into. Returns of which
+  // devices that did not happen. Idempotent.
+  UnfinishedGpus free(TimePoint deadline);
 
  private:
   std::mutex making_;  // before the other, which close() must not wait for

@@ -70,12 +70,7 @@ class GpuPacker::Lease {
     std::unique_lock lock(packer.mutex_);
     // Who holds one gives it back within the limit, or gives the device up.
     packer.freed_->wait(lock, [&] { return packer.given_up_ || !packer.free_.empty(); });
-    if (packer.given_up_) {
-      throw Error(StatusCode::kNoResources,
-                  "device " + std::to_string(packer.device_) + " of " + packer.runtime_.name() +
-                      " was given up, because it did not finish a chunk in time: restart the "
-                      "process");
-    }
+    if (packer.given_up_) packer.refuse();
     GpuLane* lane = packer.free_.back();
     packer.free_.pop_back();
     return lane;
@@ -97,6 +92,16 @@ class GpuPacker::Lease {
   GpuLane* const lane_;
   bool finished_ = false;
 };
+
+void GpuPacker::refuse() const {
+  throw Error(StatusCode::kNoResources,
+              "device " + std::to_string(device_) + " of " + runtime_.name() +
+                  " was given up, because it did not finish a chunk in time: restart the process");
+}
+
+void GpuPacker::check_going() const {
+  if (given_up()) refuse();
+}
 
 GpuPacker::GpuPacker(GpuRuntime& runtime, int device, std::span<const CodeObject> code,
                      size_t slot_bytes, size_t lanes, Duration limit)
@@ -202,6 +207,7 @@ Digest GpuPacker::move(Way way, const CopyPlan& plan, uint64_t begin, uint64_t e
     runtime_.copy(slot, lane->host_slot(), bytes, lane->stream());
   }
   std::array<void*, 3> arguments = {&chunks, &digests, &units};
+  check_going();
   runtime_.launch(kernel, gpu::raw_groups(chunk[0].bytes, kUnits), 1, kThreads, arguments.data(),
                   lane->stream());
   if (way == Way::kPack && here) {
@@ -284,6 +290,7 @@ class PanelLauncher {
 void GpuPacker::launch_panels(const std::string& name, uint32_t groups, PanelLaunch launch,
                               GpuRuntime::Stream stream) {
   std::array<void*, 1> arguments = {&launch};
+  check_going();
   runtime_.launch(functions_.at(name), groups, 1, kThreads, arguments.data(), stream);
 }
 
@@ -303,12 +310,14 @@ CodedChunk GpuPacker::pack_panels(const PanelPlan& plan, uint32_t begin, uint32_
   launch_panels("kvxfer_finish_chunks", 1, panels.launch(), stream);
   const uint64_t least = panels.least_bytes();
   const auto* slot = reinterpret_cast<const std::byte*>(lane->slot());
+  check_going();
   runtime_.copy(out, slot, least, stream);
   lane->download(panels.states(), sizeof(PanelState));
   lane.finish();
   const PanelState& state = *lane->read<PanelState>(panels.states());
   if (state.bytes > least) {
     check_fits(state.bytes);
+    check_going();
     runtime_.copy(out + least, slot + least, state.bytes - least, stream);
     lane.finish();
   }
@@ -379,6 +388,7 @@ void GpuPacker::zero(std::span<const Run> runs) {
   Lease lane(*this, /*writes=*/true);
   for (const Run& run : runs) {
     const uint64_t address = reinterpret_cast<uintptr_t>(run.address);
+    check_going();
     if (run.count == 1) {
       runtime_.set(address, 0, run.bytes, lane->stream());
     } else if (run.stride >= static_cast<int64_t>(run.bytes)) {
@@ -386,6 +396,7 @@ void GpuPacker::zero(std::span<const Run> runs) {
                         lane->stream());
     } else {
       for (uint64_t i = 0; i < run.count; ++i) {
+        check_going();
         runtime_.set(address + static_cast<uint64_t>(static_cast<int64_t>(i) * run.stride), 0,
                      run.bytes, lane->stream());
       }

@@ -89,6 +89,10 @@ class GpuPacker {
   void launch_panels(const std::string& name, uint32_t groups, gpu::PanelLaunch launch,
                      GpuRuntime::Stream stream);
   void check_fits(uint64_t bytes) const;
+  [[noreturn]] void refuse() const;
+  // Before each thing that writes: a call that did not come back may do so when the agent has been
+  // closed, and nothing is to follow it then.
+  void check_going() const;
 
   GpuRuntime& runtime_;
   const int device_;

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from kvtest.agents import LONG, consumer, producer, until
@@ -257,7 +259,17 @@ async def finish(handle: kvxfer.Offer) -> Status:
     return await handle
 
 
-def test_a_fetch_ends_that_a_call_does_not_come_back_with(gpus: Gpus) -> None:
+def waits_for_gpus() -> bool:
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if task.read_text().startswith("kvx-gpu1"):
+                return True
+    return False
+
+
+def test_a_fetch_ends_that_a_call_does_not_come_back_with(
+    gpus: Gpus, caplog: pytest.LogCaptureFixture
+) -> None:
     target = GpuPaged(OTHER, 1)
     own = gpus.open_handles()
     with Child() as child, consumer("shm", gpu_timeout=0.3) as decode:
@@ -266,15 +278,22 @@ def test_a_fetch_ends_that_a_call_does_not_come_back_with(gpus: Gpus) -> None:
         fetched(decode, near, target)
         with gpus.stalled("cuLaunchKernel"):
             launched = gpus.calls("cuLaunchKernel")
-            fetch = decode.fetch(near.offer(), target.cache, OTHER_BLOCKS, timeout=LONG)
+            # That takes several launches.
+            fetch = decode.fetch(
+                near.offer(), target.cache, OTHER_BLOCKS, codec="int8", timeout=LONG
+            )
             until(lambda: gpus.calls("cuLaunchKernel") > launched)
             assert closes(decode)
+            assert "1 of its GPUs had been given up" in caplog.text
             assert fetch.done
             with pytest.raises(kvxfer.TransferError, match="may still write into the blocks"):
                 fetch.wait(LONG)
             assert fetch.status is Status.CLOSED
             fetch.cancel()
             gpus.given_up += gpus.open_handles() - own  # what it has stays until the process ends
+            launched = gpus.calls("cuLaunchKernel")
+        until(lambda: not waits_for_gpus())
+        assert gpus.calls("cuLaunchKernel") == launched
     target.free()
 
 

@@ -254,6 +254,12 @@ struct AgentMemory {
   std::span<std::byte> bytes;
 };
 
+// Of how many GPUs close() could not free the memory.
+struct UnfinishedGpus {
+  uint32_t busy = 0;      // it is freed when they get there
+  uint32_t given_up = 0;  // they may use it, and the blocks of their caches, until the process ends
+};
+
 // One endpoint of transfers. Thread-safe; every call but close() returns without waiting for peers.
 // In a forked child every call throws Error(kClosed), and destruction does nothing.
 class Agent {
@@ -318,9 +324,8 @@ class Agent {
 
   // Fails what is open with kClosed, says goodbye to peers, joins the threads. Takes a second at
   // worst, after direct fetches three, and the time to unpin caches; where a GPU does not get done,
-  // gpu_timeout and some seconds. Returns of how many GPUs the memory could not be freed by then:
-  // it is when they get there. Idempotent.
-  uint32_t close();
+  // gpu_timeout and some seconds. Idempotent.
+  UnfinishedGpus close();
 
  private:
   std::shared_ptr<AgentCore> core_;
