@@ -531,8 +531,11 @@ class Agent:
         About a second at worst. After direct fetches three, and the time that the system needs to
         unpin the caches; where a GPU is writing into blocks, or into another process's memory,
         until it is done or has had `gpu_timeout`. On return no memory of any cache is read or
-        written any more, unless a GPU did not get done by then. Memory of GPUs that are still busy
+        written any more, unless a GPU was given up: a warning is logged then, and its blocks must
+        not be used for anything else before the process ends. Memory of GPUs that are still busy
         after that, for five seconds at most, is freed when they get there, and a warning logged.
+        Not bounded is a call of a GPU's driver that hangs while a cache is registered with
+        adapters.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:

@@ -247,12 +247,13 @@ UnfinishedGpus Agent::close() {
     wait(2500, true);
     clear_timer(core, core.heartbeat);
   }
-  core.gpu_gate.stop();
   core.gpus.hurry();
-  core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
   const Duration gpu_limit = to_duration(core.options.gpu_timeout);
   // Longer than the last chunk has, unless a driver's call does not come back.
-  const bool through = core.gpus.close(Clock::now() + gpu_limit + kGpuSlack);
+  const TimePoint limit = Clock::now() + gpu_limit + kGpuSlack;
+  bool through = core.gpu_gate.stop_until(limit);
+  core.pool->stop();  // runs the jobs that were queued: all blocks are out of use after it
+  if (!core.gpus.close(std::max<TimePoint>(limit, Clock::now() + kGpuSlack))) through = false;
   core.io->control()->set_tick(nullptr);
   core.io->stop();
   if (core.registrar) core.registrar->stop();

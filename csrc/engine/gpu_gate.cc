@@ -18,6 +18,7 @@ void GpuGate::start() {
   const std::lock_guard lock(mutex_);
   if (stopped_ || thread_) return;
   thread_ = std::make_unique<Thread>("kvx-gpu-gate", [this] { run(); });
+  running_ = true;
 }
 
 void GpuGate::wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened opened) {
@@ -27,33 +28,36 @@ void GpuGate::wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened o
   changed_->notify_one();
 }
 
-void GpuGate::stop() {
-  if (generation_ != fork_generation()) return;
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-    changed_->notify_one();
-  }
-  if (thread_) thread_->join();
-  added_.clear();
+bool GpuGate::stop_until(TimePoint deadline) {
+  if (generation_ != fork_generation()) return true;
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  changed_->notify_all();
+  const auto is_over = [&] { return !running_; };
+  if (deadline == kNever) changed_->wait(lock, is_over);
+  const bool ended = changed_->wait_until(lock, deadline, is_over);
+  lock.unlock();
+  if (thread_) ended ? thread_->join() : thread_->leave();
+  return ended;
 }
 
 void GpuGate::run() {
   std::vector<Waiting> waiting;
   std::unique_lock lock(mutex_);
   const auto woken = [&] { return stopped_ || !added_.empty(); };
-  while (!stopped_) {
+  while (true) {
     if (waiting.empty()) {
       changed_->wait(lock, woken);
     } else {
       const Duration age = Clock::now() - waiting.back().since;  // in the order of wait()
       changed_->wait_for(lock, std::clamp(age / 8, kSoonest, kLatest), woken);
     }
-    if (stopped_) return;
     std::move(added_.begin(), added_.end(), std::back_inserter(waiting));
     added_.clear();
+    const bool stopped = stopped_;
     lock.unlock();
-    std::erase_if(waiting, [](const Waiting& entry) {
+    if (stopped) waiting.clear();  // the driver's calls, too
+    std::erase_if(waiting, [this](const Waiting& entry) {
       std::string failure;
       try {
         if (!entry.event->happened()) {
@@ -63,11 +67,19 @@ void GpuGate::run() {
       } catch (const Error& error) {
         failure = error.what();
       }
-      entry.opened(failure);
+      if (!is_stopped()) entry.opened(failure);
       return true;
     });
     lock.lock();
+    if (stopped) break;
   }
+  running_ = false;
+  changed_->notify_all();
+}
+
+bool GpuGate::is_stopped() {
+  const std::lock_guard lock(mutex_);
+  return stopped_;
 }
 
 }  // namespace kvxfer

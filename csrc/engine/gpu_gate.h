@@ -32,7 +32,10 @@ class GpuGate {
   void wait(std::shared_ptr<GpuEvent> event, TimePoint deadline, Opened opened);
   // Forgets what is waited for, and joins the thread. Idempotent. In a forked child it does
   // nothing.
-  void stop();
+  void stop() { stop_until(kNever); }
+  // The same until `deadline`. False where a call of the driver has not come back by then: the
+  // thread goes on by itself, to call nobody, and this object must stay for good.
+  bool stop_until(TimePoint deadline);
 
  private:
   struct Waiting {
@@ -43,11 +46,13 @@ class GpuGate {
   };
 
   void run();
+  bool is_stopped();
 
   std::mutex mutex_;
   const UniqueHere<std::condition_variable> changed_{new std::condition_variable};
   std::vector<Waiting> added_;
   bool stopped_ = false;
+  bool running_ = false;
   const uint64_t generation_ = fork_generation();
   std::unique_ptr<Thread> thread_;
 };

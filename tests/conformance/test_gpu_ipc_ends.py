@@ -255,6 +255,25 @@ def test_close_does_not_wait_for_ever_for_a_call(gpus: Gpus) -> None:
         target.free()
 
 
+def test_close_does_not_wait_for_ever_for_a_stream(prefill: Prefill, gpus: Gpus) -> None:
+    target = GpuPaged(OTHER, 1)
+    with consumer("shm", gpu_timeout=0.3) as decode, gpus.stream(1) as stream:
+        decode.register(target.cache)
+        with gpus.held(stream):
+            target.upload(stream)
+            fetch = decode.fetch(
+                prefill.offer(), target.cache, OTHER_BLOCKS, timeout=LONG, stream=stream
+            )
+            with gpus.stalled("cuEventQuery"):
+                asked = gpus.calls("cuEventQuery")
+                until(lambda: gpus.calls("cuEventQuery") > asked)
+                assert closes(decode)
+                assert fetch.status is Status.CLOSED
+        gpus.wait(1, stream)
+        until(lambda: not waits_for_gpus())
+    target.free()
+
+
 async def finish(handle: kvxfer.Offer) -> Status:
     return await handle
 
@@ -262,7 +281,7 @@ async def finish(handle: kvxfer.Offer) -> Status:
 def waits_for_gpus() -> bool:
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has just ended
-            if task.read_text().startswith("kvx-gpu1"):
+            if task.read_text().startswith(("kvx-gpu1", "kvx-gpu-gate")):
                 return True
     return False
 
