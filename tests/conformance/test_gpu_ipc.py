@@ -25,6 +25,7 @@ from kvtest.gpu_ipc import (
     all_slots_free,
     fetched,
     idle_prefill,
+    launches,
     on_gpu,
 )
 
@@ -220,7 +221,9 @@ def test_two_producers_share_the_slots(prefill: Prefill) -> None:
                     assert into.same_as(want)
             ticket = prefill.offer()
             prefill.gpu("hold", True)
+            before = prefill.gpu("calls", "cuLaunchKernel")
             fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
+            until(lambda: launches(prefill, before))
             child.kill()
             until(lambda: decode.stats.peers == 1)
             prefill.gpu("hold", False)
