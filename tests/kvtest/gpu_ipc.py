@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import kvxfer
 from kvtest import fake_gpu
@@ -16,7 +13,6 @@ from kvtest.agents import LONG, registered
 from kvtest.caches import Geometry, Paged
 from kvtest.child import Child
 from kvtest.fake_gpu import GpuPaged, Gpus
-from kvxfer import _core
 
 LAYERS = ("layer.0", "layer.1")
 SIDE = Geometry(layers=LAYERS, num_blocks=12, content=64, heads=(0, 2))
@@ -28,13 +24,8 @@ TOKENS = 69  # no multiple of a block
 @contextlib.contextmanager
 def all_given_back(folder: Path) -> Iterator[Gpus]:
     """The fake GPUs, of which nothing may be left in use."""
-    if _core.build_info()["sanitize"]:
-        pytest.skip("ASan does not follow fibers between libraries; the C++ tests of GPUs run")
-    with pytest.MonkeyPatch.context() as patch, fake_gpu.runtimes(folder, patch) as found:
-        before = found.open_handles()
+    with fake_gpu.without_leaks(folder) as found:
         yield found
-        gc.collect()
-        assert found.open_handles() == before + found.given_up
         assert found.early_frees() == 0
 
 
