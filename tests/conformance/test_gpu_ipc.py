@@ -220,6 +220,8 @@ def test_two_producers_share_the_slots(prefill: Prefill) -> None:
                     want.deliver([prefill.source], BLOCKS, OTHER_BLOCKS, (0, TOKENS))
                     assert into.same_as(want)
             ticket = prefill.offer()
+            # The stream of the offer is through then, and holds up no launch.
+            fetched(decode, prefill, target, ticket)
             prefill.gpu("hold", True)
             before = prefill.gpu("calls", "cuLaunchKernel")
             fetch = decode.fetch(ticket, target.cache, OTHER_BLOCKS, timeout=LONG)
