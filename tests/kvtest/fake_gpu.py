@@ -73,8 +73,9 @@ def without_leaks(folder: Path) -> Iterator[Gpus]:
         before = found.open_handles() - found.given_up
         yield found
         gc.collect()
-        # What close() did not wait for any longer is given back behind it.
-        until(lambda: found.open_handles() == before + found.given_up)
+        # What close() did not wait for any longer is given back behind it. So may be what was given
+        # up by the tests before.
+        until(lambda: found.open_handles() <= before + found.given_up)
 
 
 @functools.cache

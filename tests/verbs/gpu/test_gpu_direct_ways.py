@@ -124,13 +124,14 @@ def test_descriptors_are_closed_and_keys_end(gpus: Gpus) -> None:
             with registered(both[0], source.cache), registered(both[1], target.cache):
                 offer = both[0].offer(source.cache, BLOCKS, TOKENS)
                 both[1].fetch(offer.ticket, target.cache, BLOCKS, timeout=LONG).wait(LONG)
-                assert open_files() == behind
+                assert open_files() <= behind
                 assert fake_verbs.remote_keys() > keys
             assert fake_verbs.remote_keys() == keys
-        assert open_files() == files
+        assert open_files() <= files  # agents of the test before may have closed theirs meanwhile
         fake_verbs.fail_calls("reg_dmabuf_mr", errno.EINVAL, skip=3, times=1)
         assert moved(*both).path == "staged"
-        assert (open_files(), fake_verbs.remote_keys()) == (files, keys)
+        assert open_files() <= files
+        assert fake_verbs.remote_keys() == keys
 
 
 def test_registrations_are_cut_where_an_adapter_wants_it(gpus: Gpus) -> None:
